@@ -373,6 +373,8 @@ def report(arguments: ReportArguments) -> None:
         formats=arguments.formats,
         with_published=arguments.published,
     )
+    if written.left_out:
+        print(f"left out, pages without records: {', '.join(map(one_line, written.left_out))}", file=sys.stderr)
     for line in written.summary:
         print(one_line(line.in_(language)))
     for path in reversed(written.files):  # the page last, where it is seen

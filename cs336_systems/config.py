@@ -506,6 +506,17 @@ def canonical_size(size: str, model: ModelConfig) -> str:
     return next((name for name in _sizes_of(model) if name.lower() == size.lower()), size_name(model))
 
 
+def recorded_size(size: Any, model: Mapping[str, Any]) -> Any:
+    """Return the name to show for a recorded model: `cs336 train` records `--size` as it was given, and other flags may
+    have replaced fields of that size. A name that is none of SIZES stays."""
+    if not isinstance(size, str) or size.lower() not in map(str.lower, SIZES):
+        return size
+    try:
+        return canonical_size(size, ModelConfig(**model))
+    except (TypeError, ValueError):  # fields of another version
+        return size
+
+
 def size_name(model: ModelConfig) -> str:
     """Return the first name in SIZES with this shape, or the shape itself."""
     shape = [str(size) for size in (model.d_model, model.d_ff, model.num_layers, model.num_heads)]

@@ -273,6 +273,10 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
     append_lines(path, text.encode())
 
 
+NAMED = 4
+"""Files of records that an error names."""
+
+
 def load(path: str | Path) -> Loaded:
     """Read a file of records, or the records.jsonl of a folder.
 
@@ -282,7 +286,8 @@ def load(path: str | Path) -> Loaded:
     if not path.exists():
         folder = path.parent  # named by the user, or where the file was expected
         if path.name == RECORDS and (inside := [*folder.glob("*.jsonl"), *folder.glob(f"*/{RECORDS}")]):
-            raise UserError(f"no file {str(path)!r}; name one of: {', '.join(sorted(map(str, inside))[:4])}")
+            more = f" (and {len(inside) - NAMED} more)" if len(inside) > NAMED else ""
+            raise UserError(f"no file {str(path)!r}; name one of: {', '.join(sorted(map(str, inside))[:NAMED])}{more}")
         ways = f"cs336 bench --output {shlex.quote(str(path))}"
         if path.name == RECORDS:
             ways += f", or cs336 train --data TEXT --output {shlex.quote(str(folder))}"

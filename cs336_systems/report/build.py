@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from cs336_systems.config import UserError, nearest
 from cs336_systems.files import all_kept, write_failure, write_file
-from cs336_systems.record import Loaded, Record, load, records_file
+from cs336_systems.record import RECORDS, Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Document, Link, Section
@@ -42,6 +42,8 @@ class Written(NamedTuple):
 
     files: list[Path]
     summary: list[Text]
+    left_out: list[str]
+    """Folders among the paths that hold a page and no records."""
 
 
 def write_report(
@@ -54,11 +56,17 @@ def write_report(
     formats: Sequence[str] = (),
     with_published: bool = False,
 ) -> Written:
-    """Write the report of files of records, or of folders with a records.jsonl."""
+    """Write the report of files of records, or of folders with a records.jsonl.
+
+    Folders of pages are left out: `runs/*` also names the pages of `cs336 report` and `cs336 compare` there.
+    """
     if not paths:
         raise UserError("name a file of records, or a folder with one, such as runs/quick")
     _require_formats(formats)
-    files = [records_file(path) for path in paths]
+    left_out = [path for path in paths if _has_only_a_page(Path(path))]
+    files = [records_file(path) for path in paths if path not in left_out]
+    if not files:
+        raise UserError(f"no records in {', '.join(left_out)}, only pages; name a file of records, or its folder")
     links = [link for file in files for link in _links(file.parent / "files", folder)]
     with all_kept():
         references = published() if with_published else ()
@@ -66,7 +74,12 @@ def write_report(
         report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
             raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
-        return Written(write(report, folder, language=language, formats=formats), summary(report))
+        return Written(write(report, folder, language=language, formats=formats), summary(report), left_out)
+
+
+def _has_only_a_page(folder: Path) -> bool:
+    """True for a folder with a page and without records, in it or in the folders inside."""
+    return (folder / PAGE).is_file() and not any((*folder.glob("*.jsonl"), *folder.glob(f"*/{RECORDS}")))
 
 
 def summary(report: Document) -> list[Text]:

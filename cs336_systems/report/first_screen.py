@@ -1,14 +1,14 @@
 """The first screen of a report: large numbers, one chart, and one line on why to trust them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Section, Series
-from cs336_systems.report.phrases import ended, safely
+from cs336_systems.report.phrases import ended, naming, safely
 from cs336_systems.report.presentation import Presentation
-from cs336_systems.report.referee import doubt
+from cs336_systems.report.referee import doubt, doubts
 from cs336_systems.report.side_by_side import compared
 from cs336_systems.text import Text, listed, say
 
@@ -28,11 +28,25 @@ def highlights_of(experiments: Mapping[str, Presentation], cells: Mapping[str, S
         is_one = len(machines) == 1 or experiments[name].machines_together
         make = experiments[name].highlights if is_one else partial(_comparisons, experiments[name])
         fine = [cell for cell in chosen if cell.ok or not experiments[name].complete_cells_only]
-        warning = safely(doubt, fine)
-        for one in safely(make, fine) or []:
+
+        results = partial(_results, make)
+        made, general = results(fine), safely(doubt, fine)
+        warnings = safely(partial(_warnings, made, results), fine) or [None] * len(made)
+        for one, own in zip(made, warnings, strict=True):
+            warning = own or general
             detail = say("{}; {}", "{}；{}", one.detail, warning) if warning else one.detail
             found.append(replace(one, section=name, detail=detail))
     return sorted(found, key=lambda highlight: highlight.rank)
+
+
+def _results(make: Callable[[Sequence[CellView]], list[Highlight]], cells: Sequence[CellView]) -> list[Highlight]:
+    return safely(make, cells) or []
+
+
+def _warnings(
+    made: Sequence[Highlight], results: Callable[[Sequence[CellView]], list[Highlight]], cells: Sequence[CellView]
+) -> list[Text | None]:
+    return doubts(made, results, cells, naming(cells))
 
 
 def _comparisons(experiment: Presentation, cells: Sequence[CellView]) -> list[Highlight]:

@@ -4,9 +4,12 @@ A category has one colour in every chart. Colours are numbers: those of page.css
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from cs336_systems.config import COURSE_SIZES, model_config
+from cs336_systems.files import is_number
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.report import terms
 from cs336_systems.text import Text, say
 
@@ -101,6 +104,23 @@ PART_NAMES = {
 
 def part_name(label: str) -> Text:
     return PART_NAMES.get(label, Text(label))
+
+
+def parallel_name(settings: Mapping[str, Any], ranks: int) -> str:
+    """Return how the ranks of a training run share the work: the wrapper of `--parallel`, or torch's engine with the
+    axes of its mesh that are not 1."""
+    if settings.get("engine") != "torch":
+        return str(settings.get("parallel") or "")
+    axes = {name: settings.get(name) for name in Mesh._fields}
+    mesh = Mesh(**{name: int(size) for name, size in axes.items() if size is not None and is_number(size)})
+    if mesh.dp_shard == 0:  # all ranks that the other axes leave
+        mesh = mesh._replace(dp_shard=max(1, ranks // max(1, mesh._replace(dp_shard=1).gpus)))
+    shown = [f"{name} {size}" for name, size in mesh._asdict().items() if size != 1]
+    return f"torch, {' x '.join(shown)}" if shown else "torch"
+
+
+PARALLEL_SETTINGS = ("engine", *Mesh._fields)
+"""Settings that `parallel_name` shows, besides `parallel`."""
 
 
 def size_name(size: Any) -> Text:

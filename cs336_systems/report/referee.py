@@ -2,11 +2,11 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from cs336_systems.record import CELL_TIME, cell_key, steady_from
+from cs336_systems.record import CELL_TIME, Record, cell_key, steady_from
 from cs336_systems.report.cells import CellView
 from cs336_systems.text import Text, listed, say
 
@@ -169,6 +169,83 @@ def doubt(cells: Iterable[CellView]) -> Text | None:
         "unreliable: single steps vary by {} of their mean, so measure again without other load on the machine",
         "不可靠：单步时间的波动达均值的 {}，请在机器空闲时重新测量",
         f"{spread:.0%}",
+    )
+
+
+GROUPS = 8
+"""Unreliable cells are shifted one by one, or in this many groups if there are more."""
+
+
+def doubts(
+    stated: Sequence[object],
+    conclude: Callable[[Sequence[CellView]], Sequence[object]],
+    cells: Sequence[CellView],
+    name: Callable[[CellView], Text] = lambda cell: Text(cell.name),
+) -> list[Text | None]:
+    """Return for each of the conclusions `stated` from these cells a warning, or None if it does not depend on
+    unreliable step times.
+
+    A conclusion depends on them if it changes when the times of an unreliable cell are longer or shorter by their own
+    spread. `conclude` makes the conclusions again and must not raise.
+    """
+    wild = [cell for cell in cells if cell.ok and not _cold(cell) and _spread(cell) > UNRELIABLE]
+    groups = [wild[first::GROUPS] for first in range(min(len(wild), GROUPS))]
+    concerned: list[list[CellView]] = [[] for _ in stated]
+    for group in groups:
+        for place in _changed(conclude, cells, group, stated):
+            concerned[place] += group
+    return [_unreliable(own, name) if own else None for own in concerned]
+
+
+def _changed(
+    conclude: Callable[[Sequence[CellView]], Sequence[object]],
+    cells: Sequence[CellView],
+    group: Sequence[CellView],
+    stated: Sequence[object],
+) -> set[int]:
+    """Return the places of the conclusions that change with the times of the cells of `group`."""
+    found: set[int] = set()
+    for is_longer in (True, False):
+        shifted = {}
+        for number, cell in enumerate(group):
+            factor = 1 + _spread(cell)
+            shifted[id(cell)] = _shifted(cell, factor if is_longer == (number % 2 == 0) else 1 / factor)
+        now = conclude([shifted.get(id(cell), cell) for cell in cells])
+        found |= {place for place, one in enumerate(stated) if place >= len(now) or now[place] != one}
+    return found
+
+
+def _spread(cell: CellView) -> float:
+    """Return the largest coefficient of variation of a cell's step times, and of those of its variants."""
+    found = (view.statistics("step_time") for view in (cell, *map(cell.variant, cell.variants)))
+    return max((step.variation for step in found if step is not None and step.n >= 3), default=0.0)
+
+
+def _shifted(cell: CellView, factor: float) -> CellView:
+    """Return the cell with all measured times multiplied by a factor."""
+
+    def shifted(metrics: Mapping[str, Record]) -> dict[str, Record]:
+        return {
+            metric: replace(own, samples=tuple(factor * sample for sample in own.numbers))
+            if own.unit == "s" and metric != CELL_TIME and not metric.startswith("predicted")
+            else own
+            for metric, own in metrics.items()
+        }
+
+    variants = {name: shifted(metrics) for name, metrics in cell.variants.items()}
+    return replace(cell, metrics=shifted(cell.metrics), variants=variants)
+
+
+def _unreliable(cells: Sequence[CellView], name: Callable[[CellView], Text]) -> Text:
+    """Return the warning for a conclusion from these cells."""
+    rows = list(dict.fromkeys(map(name, cells)))
+    where = listed(rows[:NAMED_ROWS], ("; ", "；"))
+    if len(rows) > NAMED_ROWS:
+        where = say("{} and {} more", "{} 及另外 {} 个", where, str(len(rows) - NAMED_ROWS))
+    return say(
+        "unreliable: single steps vary by {} of their mean{}, so measure again without other load on the machine",
+        "不可靠：单步时间的波动达均值的 {}{}，请在机器空闲时重新测量",
+        *(f"{max(map(_spread, cells)):.0%}", say(" ({})", "（{}）", where) if where.en else Text("")),
     )
 
 

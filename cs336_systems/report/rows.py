@@ -134,9 +134,28 @@ def keys(cell: CellView, names: Sequence[str]) -> list[str]:
     return [as_text(cell.get(name)) for name in names]
 
 
+def key_texts(cell: CellView, names: Sequence[str]) -> list[str | Text]:
+    """Return the fields as cells of a table."""
+    return [cell_text(name, text) for name, text in zip(names, keys(cell, names), strict=True)]
+
+
+def cell_text(name: str, value: str) -> str | Text:
+    text = value_text(name, value)
+    return text if text.zh else value
+
+
+_YES_NO = {"yes": "是", "no": "否"}
+
+
+def value_text(name: str, value: str) -> Text:
+    """Return the value of a field as its flag takes it; in Chinese a mode and yes/no are words."""
+    words = MODE_WORDS.get(value) if name == "mode" else None
+    return Text(value, words.in_("zh") if words else _YES_NO.get(value, ""))
+
+
 def setting(name: str, value: str) -> Text:
     """Return a field with its heading: `context 512`, `causal yes`."""
-    return say("{} {}", "{} {}", FIELDS[name], Text(value, {"yes": "是", "no": "否"}.get(value, "")))
+    return say("{} {}", "{} {}", FIELDS[name], value_text(name, value))
 
 
 def title_of(
@@ -148,7 +167,7 @@ def title_of(
     told = [name for name in _IN_TITLE if same.get(name) is not None]
     told += [name for name, usual in _USUAL.items() if same.get(name) not in (usual, None)]
     texts = [(name, as_text(same[name])) for name in told]
-    settings = [setting(name, text) if _IN_TITLE.get(name, True) else Text(text) for name, text in texts]
+    settings = [setting(name, text) if _IN_TITLE.get(name, True) else value_text(name, text) for name, text in texts]
     named = sorted({cell.machine for cell in cells}) if machines is None else machines
     return titled(experiment, what, [*named, *settings])
 
@@ -162,7 +181,7 @@ def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Tex
 def row_name(cell: CellView, shown: Sequence[str]) -> Text:
     """Return the distinguishing fields of a cell's row as in its table; numbers and yes/no come with their heading."""
     texts = [
-        setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
+        setting(field, text) if text.isdigit() or text in ("yes", "no") else value_text(field, text)
         for field, text in zip(shown, keys(cell, shown), strict=True)
         if text
     ]
@@ -234,6 +253,6 @@ def rows_table(
 ) -> Table:
     """Return a table with the rows that `rows` gives for each cell, behind the cell's distinguishing fields."""
     shown = varying(cells) if shown is None else shown
-    lines = [[*keys(cell, shown), *row] for cell in cells for row in rows(cell)]
+    lines = [[*key_texts(cell, shown), *row] for cell in cells for row in rows(cell)]
     title = title_of(cells[0].experiment, what, cells, shown)
     return Table(title, [*key_columns(shown), *columns], lines, notes)

@@ -1,7 +1,7 @@
 """Tables, charts and findings of an experiment from its cells, separately for each machine."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +11,10 @@ from cs336_systems.record import Record
 from cs336_systems.report.cells import CellView, by_experiment, by_machine, group
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import MOST, ended, safely
+from cs336_systems.report.phrases import MOST, ended, naming, safely
 from cs336_systems.report.picture import Picture
 from cs336_systems.report.presentation import Catalogue, Cells, Presentation, Sentence, presentation_of
-from cs336_systems.report.referee import doubt
+from cs336_systems.report.referee import doubt, doubts
 from cs336_systems.report.side_by_side import charts_of_shared, compared, side_by_side
 from cs336_systems.table import Table
 from cs336_systems.text import Text, say
@@ -104,14 +104,35 @@ def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Tex
         machine = safely(lambda cell: cell.machine, cell) if cell.records else None
         if machine:
             machines.setdefault("" if experiment.machines_together else machine, []).append(cell)
-    compare = partial(compared, experiment)
-    found = [ended(one.sentence) for one in (safely(compare, cells) or [] if len(machines) > 1 else [])][:MOST]
+    found = _warned(partial(_comparisons, experiment), cells) if len(machines) > 1 else []
     for machine, chosen in machines.items():
-        stated = (safely(partial(_stated, sentence), chosen) for sentence in experiment.findings)
-        texts = [text for text in stated if text is not None][:MOST]
-        if texts and (warning := safely(doubt, chosen)):
-            texts[0] = say("{0} {1}", "{0}{1}", texts[0], ended(warning))
+        texts = _warned(partial(_sentences, experiment), chosen)
         found += [say("{}: {}", "{}：{}", machine, text) for text in texts] if len(machines) > 1 else texts
+    return found
+
+
+Conclude = Callable[[Sequence[CellView]], list[Text | None]]
+
+
+def _comparisons(experiment: Presentation, cells: Sequence[CellView]) -> list[Text | None]:
+    return [ended(one.sentence) for one in safely(partial(compared, experiment), cells) or []]
+
+
+def _sentences(experiment: Presentation, cells: Sequence[CellView]) -> list[Text | None]:
+    return [safely(partial(_stated, sentence), cells) for sentence in experiment.findings]
+
+
+def _warned(conclude: Conclude, cells: Sequence[CellView]) -> list[Text]:
+    """Return the sentences from these cells, each with a warning if it depends on unreliable step times; the first has
+    one, too, if most step times are unreliable."""
+    texts = conclude(cells)
+    warnings = safely(lambda cells: doubts(texts, conclude, cells, naming(cells)), cells) or [None] * len(texts)
+    stated = [(text, warning) for text, warning in zip(texts, warnings, strict=True) if text is not None][:MOST]
+    general = safely(doubt, cells) if not any(warning for _, warning in stated) else None
+    found = []
+    for number, (text, own) in enumerate(stated):
+        warning = own or (general if number == 0 else None)
+        found.append(say("{0} {1}", "{0}{1}", text, ended(warning)) if warning else text)
     return found
 
 

@@ -20,7 +20,7 @@ from cs336_systems.report.rows import (
     gib,
     kernel_ms,
     key_columns,
-    keys,
+    key_texts,
     ms,
     ratio,
     row_words,
@@ -142,7 +142,7 @@ def _table(experiment: Presentation, shared: Shared) -> Table:
     base = machines[first].values
     lines = [
         [
-            *keys(row.cell, telling),
+            *key_texts(row.cell, telling),
             *([row.variant] if with_variants else []),
             *(ratio(machines[other].values.get(key), base.get(key)) for other in others),
             *(column.texts.get(key, "") for column in machines.values()),

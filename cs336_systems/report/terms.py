@@ -18,6 +18,12 @@ PHASE_NAMES = {
     "sync": SYNC,
     "optimizer": OPTIMIZER,
 }
+
+
+def phase_name(phase: str) -> Text:
+    return STEP if phase == "step" else PHASE_NAMES.get(phase) or Text(phase)
+
+
 MODE_WORDS = {
     "inference": Text("inference", "推理"),
     "forward": FORWARD,

@@ -18,6 +18,7 @@ from cs336_systems.flags import one_line
 from cs336_systems.parallel.collectives import gather
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.parallel.peers import is_connection_error
+from cs336_systems.report.names import PARALLEL_SETTINGS, parallel_name
 from cs336_systems.step import TrainStep
 from cs336_systems.step.updates import LossScale, Update
 from cs336_systems.train.checkpoint import (
@@ -167,7 +168,8 @@ class Saver:
             self._show(f"--init {self.settings.init!r} was for the start of this run and is not loaded again")
         if self.settings.checkpoint.resume_from is not None and (aside := self.store.set_aside(progress.step)):
             self._show(f"checkpoints of later steps are now in {aside}")
-        before, now = found.manifest["settings"], self.settings.to_dict()
+        ranks = found.manifest["world_size"], self.rank.world_size
+        before, now = map(_with_mesh, (found.manifest["settings"], self.settings.to_dict()), ranks)
         changeable = [name for name in now if name in before and name not in ("init", "resume_from")]
         if changed := _changes({name: (before[name], now[name]) for name in changeable}):
             self._show(f"changed since that checkpoint: {'; '.join(changed)}")
@@ -325,6 +327,12 @@ class Saver:
 
 INTERCHANGEABLE = ("bf16", "fp8")
 """Precisions that a run may switch between: weights and optimizer state are the same in both."""
+
+
+def _with_mesh(settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the settings with the engine and its mesh as one value, `parallel`."""
+    others = {name: value for name, value in settings.items() if name not in PARALLEL_SETTINGS}
+    return {**others, "parallel": parallel_name(settings, ranks)}
 
 
 def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:

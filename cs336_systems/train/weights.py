@@ -31,6 +31,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
 """Element types of files that a model can start from; each converts to fp32 exactly."""
 
+_NO_SHAPE = (
+    "; the file has no configuration of a model, so the flags must give its shape: --size, or --vocab_size, --d_model, "
+    "--num_layers, --num_heads and --d_ff"
+)
+
 
 # -- out --------------------------------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ def load_each(path: Path, model: nn.Module, config: ModelConfig, device: torch.d
 
 def _read_into(path: Path, name: str, whole: Tensor) -> None:
     with _opened(path) as file:
-        whole.copy_(file.get_tensor(name))
+        whole.copy_(_finite(path, name, file.get_tensor(name)))
 
 
 def require_weights(path: Path, config: ModelConfig) -> None:
@@ -152,7 +157,22 @@ def _load(path: Path, state: dict[str, Tensor]) -> None:
         _require_same_tensors(path, file, state)
         for name, value in state.items():
             if value.device.type != "meta":
-                value.copy_(file.get_tensor(name))
+                value.copy_(_finite(path, name, file.get_tensor(name)))
+
+
+def _finite(path: Path, name: str, value: Tensor) -> Tensor:
+    """Return a tensor that has been read; raise UserError if it holds a value that is not finite.
+
+    The sum shows that without a tensor of booleans. It may also overflow, so the values are counted before an error.
+    """
+    if not value.is_floating_point() or value.sum(dtype=torch.float32).isfinite():
+        return value
+    if count := int((~value.isfinite()).sum()):
+        raise UserError(
+            f"--init {str(path)!r}: {count:,} of {value.numel():,} values of {name!r} are not finite (NaN or "
+            f"infinite); name other weights, such as those of an earlier step: cs336 export RUN FILE --step STEP"
+        )
+    return value
 
 
 @contextmanager
@@ -172,7 +192,8 @@ def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> No
     problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
+        advice = "" if "model" in (file.metadata() or {}) else _NO_SHAPE
+        raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}{advice}")
 
 
 def _mismatch(name: str, value: Tensor, file: Any, names: Container[str]) -> str | None:

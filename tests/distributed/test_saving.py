@@ -225,6 +225,16 @@ def test_the_checkpoint_of_another_run_is_resumed(name, place, whole):
     assert files(place / "whole") == before
 
 
+def test_a_resumed_run_names_the_engine_and_its_mesh(place, alone):
+    """`--parallel` is for our engine: its default says nothing about torch's."""
+    first = fields(place / "engines", parallel="fsdp", steps=3, save_every=1)
+    assert perform(Run(first, stop_after=1)).code == STOPPED
+    other = {**first, "parallel": "ddp", "engine": "torch", "dp_shard": 0}
+    printed = perform(Run(other, stop_after=2)).printed
+    assert "changed since that checkpoint: parallel was fsdp and is torch\n" in printed
+    assert "changed since" not in perform(Run({**other, "dp_shard": 1})).printed
+
+
 def test_a_checkpoint_that_cannot_be_resumed_from(place, whole):
     output = copied(place, "cannot")
     data = sorted(checkpoints(output)[6].glob("*.distcp"))[0]

@@ -21,6 +21,7 @@ from cs336_systems.config import (
     UserError,
     canonical_size,
     model_config,
+    recorded_size,
     size_name,
 )
 from cs336_systems.record import cell_key
@@ -373,3 +374,8 @@ def test_a_run_without_a_name_is_named_by_its_shape(model):
 
 def test_tokens_are_those_of_the_whole_batch():
     assert RunConfig(model=model_config("small", context_length=256), batch_size=3).tokens == 768
+
+
+def test_the_recorded_size_of_a_model_that_cannot_be_read_stays():
+    for size, model in (("own", {}), (3, {}), ("small", {"d_model": "?"}), ("small", {"of_a_later_version": 1})):
+        assert recorded_size(size, model) == size

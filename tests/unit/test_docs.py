@@ -123,6 +123,37 @@ def test_modules_exist(page: Path) -> None:
 ENGLISH, CHINESE = (ROOT / name for name in ("README.md", "README.zh-CN.md"))
 
 
+OUTPUTS = [
+    (page, *block.split("\n", 1))
+    for page in PAGES
+    for block in re.findall(
+        r"^```(?:text|console)?\n\$ (cs336 (?:fit|memory) .*?)^```", page.read_text("utf-8"), re.M | re.S
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "line", "shown"), OUTPUTS, ids=[f"{page.name}: {line}" for page, line, _ in OUTPUTS])
+def test_shown_output_is_what_the_command_prints(
+    page: Path, line: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines may be left out, as `...`."""
+    assert cli.main(arguments_of(line)) == 0
+    printed = [one.rstrip() for one in capsys.readouterr().out.splitlines()]
+    assert [one for one in shown.splitlines() if one != "..." and one.rstrip() not in printed] == []
+
+
+def test_speeds_of_published_models_are_those_of_the_results() -> None:
+    """The tables of docs/MODELS.md: thousands of tokens per second, with the state of LLMQ and in FP8."""
+    lines = (ROOT / "results/h200/tables.md").read_text("utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| qwen2.5/")]
+    speeds = {(row[0].removeprefix("qwen2.5/"), "FP8" in row[1]): row[3] for row in rows if "fp32" not in row[1]}
+    text = (ROOT / "docs/MODELS.md").read_text("utf-8")
+    shown = re.findall(r"^\| ([\d.]+B) \| [\d.]+ \| ([\d.]+) \|(.*)$", text, re.M)
+    found = {(size, not rest): speed for size, speed, rest in shown}
+    assert len(found) == 8
+    assert found == {key: speeds[key] for key in found}
+
+
 def test_readmes_are_short() -> None:
     text = ENGLISH.read_text()
     assert len(text.splitlines()) <= 150

@@ -425,3 +425,13 @@ def test_steady_from(steps, steady):
 def test_the_tolerance_of_steadiness_can_be_chosen():
     steps = [1.2, 1.1, 1.0, 1.0, 1.0, 1.0]
     assert [steady_from(steps, tolerance) for tolerance in (0.01, 0.15, 0.25)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("count", "end"), [(4, "run-3/records.jsonl"), (9, "run-3/records.jsonl (and 5 more)")])
+def test_a_folder_of_runs_names_some_of_their_files_and_how_many_more(count, end, tmp_path):
+    for number in range(count):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "records.jsonl").touch()
+    with pytest.raises(UserError, match="name one of: ") as refused:
+        load(tmp_path)
+    assert str(refused.value).endswith(end)

@@ -15,7 +15,7 @@ from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.names import implementation_name
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, kernel_ms, key_columns, keys, remarks_on, row_name, tflops, title_of
+from cs336_systems.report.rows import gib, kernel_ms, key_columns, key_texts, remarks_on, row_name, tflops, title_of
 from cs336_systems.report.terms import FORWARD_AND_BACKWARD, MS, OUT_OF_MEMORY, TFLOPS
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, listed, say
@@ -183,7 +183,7 @@ QUANTITIES = (
 class Row(NamedTuple):
     """One shape: the texts that identify it, and a view of each implementation."""
 
-    texts: list[str]
+    texts: list[str | Text]
     views: dict[str, CellView]
 
 
@@ -226,7 +226,7 @@ def _rows(cells: Cells, shown: Sequence[str]) -> list[Row]:
     shape."""
     rows: dict[object, Row] = {}
     for cell in cells:
-        texts = keys(cell, shown)
+        texts = key_texts(cell, shown)
         key = tuple(texts) if cell.get("implementations") is None else id(cell)
         rows.setdefault(key, Row(texts, {})).views.update(views(cell))
     return list(rows.values())

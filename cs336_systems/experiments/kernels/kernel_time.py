@@ -50,7 +50,7 @@ from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
     failed_row,
     key_columns,
-    keys,
+    key_texts,
     ms,
     number,
     percent,
@@ -61,6 +61,7 @@ from cs336_systems.report.rows import (
     signed,
     title_of,
     titled,
+    value_text,
     varying,
 )
 from cs336_systems.table import Column, Table, word
@@ -185,7 +186,7 @@ def _by_kind(cells: Cells) -> Table:
             idle = [percent(_idle_share(cell, phase))] if on_gpu else []
             count = number(sum(row.kernels for row in _kinds(cell, phase)), 0)
             shares = [percent(seconds[kind] / total if total else 0.0) for kind in used]
-            yield [phase, ms(cell.value(f"{phase}_time")), ms(total), *idle, count, *shares]
+            yield [terms.phase_name(phase), ms(cell.value(f"{phase}_time")), ms(total), *idle, count, *shares]
 
     what = Text("time by kind of kernel", "各类内核的时间")
     return rows_table(what, cells, columns, rows, notes=_kind_notes(cells, on_gpu))
@@ -272,9 +273,10 @@ def _shares_by_mode(cells: Cells) -> Table:
     groups: dict[tuple, dict[str, CellView]] = {}
     shown = [name for name in varying(cells) if name != "mode"]
     for cell in cells:
-        groups.setdefault(tuple(keys(cell, shown)), {})[cell.get("mode")] = cell
+        groups.setdefault(tuple(key_texts(cell, shown)), {})[cell.get("mode")] = cell
     kinds = (MATMUL, REDUCTION, ELEMENTWISE)
-    columns = [Column(say("{}, {}", "{}，{}", KIND_NAMES[kind], mode)) for kind in kinds for mode in modes]
+    names = product((KIND_NAMES[kind] for kind in kinds), (value_text("mode", str(mode)) for mode in modes))
+    columns = [Column(say("{}, {}", "{}，{}", *pair)) for pair in names]
     rows = []
     for key, by_mode in groups.items():
         shares = []
@@ -291,10 +293,10 @@ def _top(cells: Cells) -> Table:
     """Return a table of the kernel with the largest time, in forward and in forward plus backward."""
     columns = [word(Text("of", "范围")), Column(terms.SHARE), Column(Text("launches", "启动次数")), word(terms.KERNEL)]
 
-    def rows(cell: CellView) -> Iterable[list[str]]:
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         both = [phase for phase in phases_of(cell) if phase != "optimizer"]
-        for what, phases in (("forward", ["forward"]), ("forward and backward", both)):
-            if not cell.ok or (what != "forward" and phases == ["forward"]):
+        for what, phases in ((terms.FORWARD, ["forward"]), (terms.FORWARD_AND_BACKWARD, both)):
+            if not cell.ok or (what != terms.FORWARD and phases == ["forward"]):
                 continue
             seconds: defaultdict[str, float] = defaultdict(float)
             counts: defaultdict[str, float] = defaultdict(float)

@@ -71,7 +71,7 @@ def _tables(cells: Cells) -> list[Table]:
     columns += [Column(Text("kernels over queued events", "内核相对排队的 event"))]
     columns += [Column(Text("launch-bound", "等待启动"), "ms"), Column(Text("step, profiled", "单步，分析时"))]
 
-    def rows(cell: CellView) -> Iterable[list[str]]:
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         if not cell.ok:
             return
         slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
@@ -81,7 +81,8 @@ def _tables(cells: Cells) -> list[Table]:
             reference = queued or events  # older records have no queued ones
             excess = f"{busy / reference - 1:+.2%}" if busy and reference else ""
             gap = ms(events - busy) if busy and events else ""
-            yield [phase, *map(ms, (wall, events, queued, busy, nsys)), excess, gap, f"{slower:.2f}x"]
+            named = Text("all", "全部") if phase == "all" else terms.phase_name(phase)
+            yield [named, *map(ms, (wall, events, queued, busy, nsys)), excess, gap, f"{slower:.2f}x"]
 
     what = Text("the same phases by four clocks", "四种时钟测同样的阶段")
     return [rows_table(what, cells, columns, rows, notes=[*NOTES, *remarks_on(cells)])]

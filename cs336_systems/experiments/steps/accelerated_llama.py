@@ -14,7 +14,18 @@ from cs336_systems.report.document import Chart, Highlight
 from cs336_systems.report.phrases import beside, compared, known, memory_beside, scale_of, size_of, together
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, gib, keys, ms, number, remarks_on, row_name, signed, title_of, varying
+from cs336_systems.report.rows import (
+    FIELDS,
+    gib,
+    key_texts,
+    ms,
+    number,
+    remarks_on,
+    row_name,
+    signed,
+    title_of,
+    varying,
+)
 from cs336_systems.table import Table, word
 from cs336_systems.text import Text, listed, say
 
@@ -92,7 +103,11 @@ def _rows(cell: CellView, shown: Sequence[str]) -> Iterator[list[str | Text]]:
     columns = _columns(views.get("plain"))
     for name, view in views.items():
         failed = ["error" if cell.ok else cell.verdict, *[""] * (len(columns) - 1)]
-        yield [*keys(cell, shown), NAMES[name], *(failed if failure(view) else [entry.text(view) for entry in columns])]
+        yield [
+            *key_texts(cell, shown),
+            NAMES[name],
+            *(failed if failure(view) else [entry.text(view) for entry in columns]),
+        ]
 
 
 def _columns(plain: CellView | None) -> list[entries.Entry]:

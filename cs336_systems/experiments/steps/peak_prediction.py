@@ -12,7 +12,7 @@ from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import MODE_WORDS, error_text, having, scale_of, worst_prediction
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, keys, percent, signed, varying
+from cs336_systems.report.rows import gib, key_texts, percent, signed, varying
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
@@ -63,7 +63,7 @@ def _prediction_table(what: Text, cells: Cells) -> Table:
     notes = []
     if judged:
         error, worst = max(judged, key=lambda pair: pair[0])
-        values = (str(len(judged)), f"{error:.2%}", " ".join(keys(worst, shown)))
+        values = (str(len(judged)), f"{error:.2%}", listed(key_texts(worst, shown), (" ", " ")))
         notes = [say("worst of {}: {} ({})", "{} 个中最差：{}（{}）", *values)]
     return entries.cell_table(what, cells, columns, notes=notes, on_spread=False)
 

@@ -109,7 +109,7 @@ def _by_phase(cells: Cells) -> Table:
         phases = [phase for phase in PHASES if f"{phase}_time" in cell.metrics]
         for phase in phases[:-1] if len(phases) == 2 else phases:
             if found := cell.statistics(f"{phase}_time"):
-                yield [phase, *map(ms, (found.mean, found.std, found.min, found.max)), str(found.n)]
+                yield [terms.phase_name(phase), *map(ms, (found.mean, found.std, found.min, found.max)), str(found.n)]
 
     return rows_table(Text("time by phase", "各阶段时间"), cells, columns, rows)
 
@@ -334,9 +334,9 @@ def _warmup_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def _warmup_tables(cells: Cells) -> list[Table]:
-    def settled(cell: CellView) -> str:
+    def settled(cell: CellView) -> str | Text:
         steady = steady_from(_all_steps(cell))
-        return "never" if steady is None else str(steady + 1)
+        return Text("never", "从未") if steady is None else str(steady + 1)
 
     columns = [
         entries.mean_and_std(terms.FORWARD, "forward_time"),
@@ -508,12 +508,12 @@ def _timer_tables(cells: Cells) -> list[Table]:
     columns += [Column(Text("CUDA events", "CUDA event 计时"), "ms"), Column(Text("do_bench"), "ms")]
     columns += [Column(Text("wall over do_bench", "墙钟相对 do_bench"))]
 
-    def rows(cell: CellView) -> Iterable[list[str]]:
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         for phase in TIMED:
             names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
             wall, events, other = (cell.value(name) for name in names)
             excess = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
-            yield [phase, ms(wall), ms(events), ms(other), excess]
+            yield [terms.phase_name(phase), ms(wall), ms(events), ms(other), excess]
 
     what = Text("the same work by three clocks (means)", "三种时钟测同样的工作（均值）")
     return [rows_table(what, cells, columns, rows, notes=remarks_on(cells))]

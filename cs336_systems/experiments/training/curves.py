@@ -3,12 +3,13 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+from cs336_systems.config import recorded_size
 from cs336_systems.files import is_number
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import finite
@@ -27,6 +28,8 @@ later changes would be invisible."""
 TYPICAL, PARTS = 150, 25
 """Single steps in a chart: the number of equally spaced steps, and the number of parts of the run whose lowest and
 highest values are added."""
+_TASK = ("vocab_size", "context_length")
+"""Fields of a model that change what is predicted, from what."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,27 @@ class Run:
         return sum(last.values()) if last else None
 
     @cached_property
+    def is_finished(self) -> bool:
+        """True if the last of `--steps` was trained, or `--steps` was not recorded."""
+        return self.planned is None or max(self.losses) >= self.planned
+
+    @property
+    def planned(self) -> int | None:
+        """Number of steps that the last process was to end with."""
+        steps = self.get("steps")
+        return int(steps) if is_number(steps) else None
+
+    @property
+    def validated_on(self) -> tuple[object, ...]:
+        """The settings that two runs must share for their validation losses to be comparable."""
+        return (PurePath(str(self.get("data"))), *map(self.get, ("validation_share", "pack", *_TASK)))
+
+    @property
+    def trained_on(self) -> tuple[object, ...]:
+        """The settings that two runs must share for their training losses at the end to be comparable."""
+        return (*self.validated_on, self.get("batch_size"), len(self.losses))
+
+    @cached_property
     def tokens_per_step(self) -> int | None:
         batch, context = self.get("batch_size"), self.get("context_length")
         return batch * context if is_number(batch) and is_number(context) and batch * context > 0 else None
@@ -144,7 +168,15 @@ class Run:
 
     def get(self, name: str) -> Any:
         """Return a setting as in the last process."""
-        return self.cells[-1].get(name)
+        return self.settings.get(name)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last process; `size` only if the model has its shape."""
+        last = self.cells[-1]
+        model = last.config.get("model")
+        size = {"size": recorded_size(last.get("size"), model)} if isinstance(model, Mapping) else {}
+        return {**last.fields, **size}
 
     @cached_property
     def _step_times(self) -> Curve:

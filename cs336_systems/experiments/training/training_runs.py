@@ -14,6 +14,7 @@ from cs336_systems.experiments.training.training_tables import (
     lowest_of,
     median_of,
     mfu_text,
+    run_steps,
     speed_text,
     tokens_text,
     training_tables,
@@ -70,6 +71,8 @@ def _outcome_of(run: Run) -> Text:
 
 def _extent(run: Run) -> Text:
     steps = Text("1 step", "1 步") if len(run.losses) == 1 else _counted(len(run.losses), "steps", "步")
+    if not run.is_finished:
+        steps = say("{} of {} steps, not finished", "{} / {} 步，未完成", *(f"{n:,}" for n in run_steps(run)))
     return listed([steps, say("{} tokens", "{} 个 token", tokens_text(run))] if run.tokens else [steps], (", ", "，"))
 
 
@@ -107,21 +110,48 @@ def _skipped(*runs: Run) -> Text:
 
 
 def _comparison(runs: Sequence[Run]) -> Text:
-    """Compare the runs by lowest validation loss if every run has one, else by final loss."""
-    validated = all(run.validation for run in runs)
-    results = {run.name: _result(run, validated) for run in runs}
+    """Compare the largest group of comparable runs by lowest validation loss if every run has one, else by final
+    loss."""
+    chosen, validated = comparable(runs)
+    if not chosen:
+        return NOT_COMPARED
+    results = {run.name: _result(run, validated) for run in chosen}
     low, high = (pick(results, key=results.__getitem__) for pick in (min, max))
     what = Text("lowest validation loss", "最低验证损失") if validated else Text("loss at the end", "最终损失")
     values = (what, _loss(results[low]), low, _loss(results[high]), high)
     if len(set(map(_loss, results.values()))) == 1:
         found = say("the {} is {} in all runs", "所有运行的{}都是 {}", *values[:2])
-    elif len(runs) == 2:
+    elif len(chosen) == 2:
         found = say("the {} is {} in {}, {} in {}", "{}：{}（{}），{}（{}）", *values)
     else:
         found = say(
             "the {} is {} in {}, the best run, and {} in {}, the worst", "{}：最好 {}（{}），最差 {}（{}）", *values
         )
-    return together(found, _rise(runs)) or found
+    if len(chosen) < len(runs):
+        counts = (str(len(chosen)), str(len(runs)))
+        found = say("{} of {} runs can be compared: {}", "{1} 个运行中 {0} 个可比：{2}", *counts, found)
+    return together(found, _rise(chosen)) or found
+
+
+NOT_COMPARED = Text(
+    "losses are not ranked: fewer than two runs have finished on the same data, vocabulary and context",
+    "未给损失排名：在相同数据、词表和上下文长度上完成的运行不足两个",
+)
+
+
+def comparable(runs: Sequence[Run]) -> tuple[list[Run], bool]:
+    """Return the largest group of at least two finished runs whose losses can be compared, and whether to compare
+    their validation losses instead of the training losses at the end."""
+    finished = [run for run in runs if run.is_finished and run.smoothed_losses]
+    for validated in (True, False):
+        groups: dict[tuple[object, ...], list[Run]] = {}
+        for run in finished:
+            if run.validation or not validated:
+                groups.setdefault(run.validated_on if validated else run.trained_on, []).append(run)
+        largest = max(groups.values(), key=len, default=[])
+        if len(largest) > 1:
+            return largest, validated
+    return [], False
 
 
 def _rise(runs: Sequence[Run]) -> Text | None:
@@ -165,13 +195,13 @@ def _loss(value: float) -> str:
 
 
 def training_highlights(cells: Cells) -> list[Highlight]:
-    """Return results of the best run."""
+    """Return results of the only run, or of the best run of those that can be compared."""
     runs = runs_of(cells)
     fine = [run for run in runs if run.smoothed_losses]
-    if not fine:
+    chosen, validated = (fine, all(run.validation for run in fine)) if len(fine) == 1 else comparable(fine)
+    if not chosen:
         return []
-    validated = all(run.validation for run in fine)
-    best = min(fine, key=lambda run: _result(run, validated))
+    best = min(chosen, key=lambda run: _result(run, validated))
     return [
         Highlight(RANK + place, value, what, _in_run(detail, best, runs))
         for place, (value, what, detail) in enumerate(_results(best, validated))

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from cs336_systems.experiments.training.curves import Curve, Run, runs_of
 from cs336_systems.experiments.training.training_charts import MEANS, on_window
+from cs336_systems.report.names import PARALLEL_SETTINGS, parallel_name, size_name
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, as_text, gib, ms, number, percent, titled
+from cs336_systems.report.rows import FIELDS, as_text, cell_text, gib, ms, number, percent, titled
 from cs336_systems.report.terms import PEAK_MEMORY
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 DEFAULT = Text("default", "默认")
 STEPS = Text("steps", "步数")
@@ -50,9 +51,12 @@ def training_tables(cells: Cells) -> list[Table]:
         return []
     machine = [cells[0].machine]
     name, *losses = _LOSSES
-    settings = map(_setting, _differing(runs)[:FEW_SETTINGS])
+    differing = [setting for setting in _differing(runs) if setting != "steps"]  # a column of its own
+    settings = map(_setting, differing[:FEW_SETTINGS])
     width = on_window(runs, MEANS)
     notes = [say("last and lowest loss: {}", "最终与最低损失：{}", width)] if width else []
+    if unfinished := [Text(run.name) for run in runs if not run.is_finished]:
+        notes.append(say("not finished: {}", "未完成：{}", listed(unfinished, (", ", "，"))))
     return [
         _table(titled("train", Text("losses", "损失"), machine), runs, [name, *settings, *losses], notes),
         _table(titled("train", Text("speed and interruptions", "速度与中断"), machine), runs, _PROGRESS),
@@ -96,12 +100,18 @@ def _setting_name(name: str) -> Text:
 
 
 def _setting_text(run: Run, name: str) -> str | Text:
-    return as_text(_fields(run).get(name)) or DEFAULT
+    value = _fields(run).get(name)
+    if name == "size" and value:
+        return size_name(value)
+    return cell_text(name, text) if (text := as_text(value)) else DEFAULT
 
 
 def _fields(run: Run) -> dict[str, object]:
     ranks = list(run.ranks.values())[-1:]
-    found = {name: value for name, value in run.cells[-1].fields.items() if name not in NO_SETTINGS}
+    found = {name: value for name, value in run.settings.items() if name not in NO_SETTINGS}
+    if found.get("engine") == "torch":
+        found["parallel"] = parallel_name(found, ranks[0] if ranks else 1)
+    found = {name: value for name, value in found.items() if name not in PARALLEL_SETTINGS}
     return {**found, **({"ranks": ranks[0]} if ranks else {})}
 
 
@@ -127,6 +137,19 @@ def best_step(run: Run) -> str:
 
 def median_of(curve: Curve) -> float | None:
     return statistics.median(curve.values()) if curve else None
+
+
+def run_steps(run: Run) -> tuple[int, int]:
+    """Return the step that a run has reached, and the step that it was to end with."""
+    reached = max(run.losses)
+    return reached, run.planned or reached
+
+
+def steps_text(run: Run) -> str | Text:
+    """Return the number of steps; of a run that has not finished the step it has reached, too."""
+    if run.is_finished:
+        return number(len(run.losses), 0)
+    return say("{} of {}", "{} / {}", *(number(step, 0) for step in run_steps(run)))
 
 
 def tokens_text(run: Run) -> str:
@@ -160,7 +183,7 @@ def _duration(seconds: float | None) -> str:
 _NAME: Entry = (word(Text("run", "运行")), lambda run: run.name)
 _LOSSES: list[Entry] = [
     _NAME,
-    (Column(STEPS), lambda run: number(len(run.losses), 0)),
+    (Column(STEPS), steps_text),
     (Column(Text("tokens", "token 数")), tokens_text),
     (Column(Text("first loss", "最初损失")), lambda run: loss_text(first_of(run.smoothed_losses))),
     (Column(Text("last loss", "最终损失")), lambda run: loss_text(last_of(run.smoothed_losses))),

@@ -4,7 +4,14 @@ import pytest
 
 from cs336_systems.config import COURSE_SIZES, model_config
 from cs336_systems.report.document import Chart, Series
-from cs336_systems.report.names import COLORS, IMPLEMENTATIONS, color_of_name, implementation_name, size_name
+from cs336_systems.report.names import (
+    COLORS,
+    IMPLEMENTATIONS,
+    color_of_name,
+    implementation_name,
+    parallel_name,
+    size_name,
+)
 from cs336_systems.text import Text
 
 
@@ -59,3 +66,19 @@ def test_a_category_has_the_same_colour_in_every_chart():
     assert colors("cuDNN", "ours") == colors("ours", "cuDNN")[::-1]
     fixed, first, second = colors("backward", "some", "others")
     assert (fixed, first, second) == (color_of_name("backward"), 0, 2)  # others take what is free
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "name"),
+    [
+        ({"parallel": "fsdp", "engine": "ours", "tp": 1}, 2, "fsdp"),
+        ({"parallel": "fsdp"}, 2, "fsdp"),
+        ({}, 1, ""),
+        ({"parallel": "ddp", "engine": "torch", "tp": 2, "dp_shard": 1}, 2, "torch, tp 2"),
+        ({"parallel": "ddp", "engine": "torch", "tp": 2, "dp_shard": 0}, 8, "torch, dp_shard 4 x tp 2"),
+        ({"parallel": "ddp", "engine": "torch", "tp": 0, "dp_shard": 0, "cp": "?"}, 1, "torch, tp 0"),
+        ({"parallel": "ddp", "engine": "torch", "dp_shard": 1}, 1, "torch"),
+    ],
+)
+def test_names_of_how_ranks_share_the_work(settings, ranks, name):
+    assert parallel_name(settings, ranks) == name

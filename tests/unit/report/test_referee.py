@@ -9,7 +9,7 @@ from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import CELL_TIME, GIB
 from cs336_systems.report.cells import group
 from cs336_systems.report.first_screen import highlights_of
-from cs336_systems.report.referee import Kind, Remark, doubt, remarks, status_text
+from cs336_systems.report.referee import GROUPS, Kind, Remark, doubt, doubts, remarks, status_text
 from cs336_systems.report.rows import remarks_on
 from cs336_systems.report.sections import findings_of
 from cs336_systems.text import Text
@@ -171,20 +171,66 @@ def test_rows_are_named_as_in_their_table():
 # -- conclusions from steps that vary too much ------------------------------------------------------------------------
 
 WILD = (0.1, 0.3, 0.1, 0.4, 0.1)
-EVEN = (0.1,) * 5
+EVEN, SLOW = (0.1,) * 5, (0.5,) * 5
 
 
 @pytest.mark.parametrize(
     ("samples", "doubted"),
-    [((WILD,), True), ((WILD, WILD, EVEN), True), ((WILD, EVEN, EVEN), False), ((EVEN,), False), ((COLD,), False)],
+    [((WILD,), True), ((WILD, WILD, EVEN), True), ((WILD, SLOW, SLOW), True), ((EVEN,), False), ((COLD,), False)],
 )
 def test_conclusions_from_wild_steps_carry_a_warning(samples, doubted):
     records = (cell("end_to_end", metrics={"step_time": own}, seed=seed) for seed, own in enumerate(samples))
     cells = group(itertools.chain(*records))
-    assert (doubt(cells) is not None) == doubted
     end_to_end = catalogue()["end_to_end"]
     findings, results = findings_of(end_to_end, cells), highlights_of({"end_to_end": end_to_end}, {"end_to_end": cells})
     assert findings
     assert results
     for texts in (findings[:1], [one.detail for one in results]):
         assert all(("nreliable" in text.en) == ("不可靠" in text.zh) == doubted for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("samples", "doubted"), [((WILD,), True), ((WILD, WILD, EVEN), True), ((WILD, EVEN, EVEN), False), ((COLD,), False)]
+)
+def test_a_table_is_doubted_if_half_of_its_steps_are_wild(samples, doubted):
+    records = (cell("end_to_end", metrics={"step_time": own}, seed=seed) for seed, own in enumerate(samples))
+    assert (doubt(group(itertools.chain(*records))) is not None) == doubted
+
+
+def test_a_comparison_with_one_wild_configuration_is_unreliable():
+    """SDPA's steps vary by 32%, those of naive attention by 0: their median, 16%, is not above the limit."""
+    sdpa = cell("bench", metrics={"step_time": (0.3, 0.5, 0.2, 0.35, 0.35)}, attention="sdpa")
+    cells = group([*sdpa, *cell("bench", metrics={"step_time": EVEN}, attention="reference")])
+    assert doubt(cells) is None
+    bench = catalogue()["bench"]
+    (first, *_) = findings_of(bench, cells)
+    assert "It is 3.4 times as fast as the slowest" in first.en
+    assert "Unreliable: single steps vary by 32% of their mean (small, SDPA), so measure again" in first.en
+    assert "不可靠：单步时间的波动达均值的 32%（small，SDPA），请" in first.zh
+    tiles = highlights_of({"bench": bench}, {"bench": cells})
+    assert tiles[0].value.en == "20,480 tokens/s"
+    assert not any("nreliable" in tile.detail.en for tile in tiles)  # of naive attention alone
+
+
+def test_a_wild_configuration_that_a_conclusion_does_not_depend_on_is_not_named():
+    cells = [cell("end_to_end", metrics={"step_time": own}, seed=seed) for seed, own in enumerate((WILD, EVEN))]
+    found = group(itertools.chain(*cells))
+
+    def means(cells):
+        return [cells[1].value("step_time"), cells[0].value("step_time")]
+
+    assert [bool(one) for one in doubts(means(found), means, found)] == [False, True]
+
+
+def test_many_wild_configurations_are_shifted_in_groups():
+    count = 3 * GROUPS
+    records = (cell("end_to_end", metrics={"step_time": WILD}, seed=seed) for seed in range(count))
+    cells, calls = group(itertools.chain(*records)), []
+
+    def conclude(cells):
+        calls.append(1)
+        return [cells[0].value("step_time") / cells[GROUPS].value("step_time")]
+
+    (warning,) = doubts(conclude(cells), conclude, cells, lambda cell: Text(str(cell.get("seed"))))
+    assert "(0; 8; 16)" in warning.en
+    assert len(calls) == 1 + 2 * GROUPS

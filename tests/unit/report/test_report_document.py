@@ -98,6 +98,22 @@ def test_the_command_ends_with_findings_and_the_page(tmp_path, capsys):
     assert findings[0].startswith("Warm-up: ")
 
 
+def test_folders_of_pages_among_the_paths_are_left_out(tmp_path, capsys):
+    """`cs336 report runs/*`, where `cs336 compare --output runs/comparison` has written a page."""
+    for run in ("a", "b"):
+        record.append(tmp_path / "runs" / run / "records.jsonl", records_of("warmup"))
+    for page in ("runs/comparison", "runs/b"):  # a run may have its page beside its records
+        (tmp_path / page).mkdir(exist_ok=True)
+        (tmp_path / page / "index.html").write_text("<html></html>")
+    assert main(["report", "runs/a", "runs/b", "runs/comparison", "-o", "out"]) == 0
+    found = capsys.readouterr()
+    assert found.err == "left out, pages without records: runs/comparison\n"
+    assert "out/index.html" in found.out
+    assert_refused(["report", "runs/comparison"], ["no records in runs/comparison, only pages"], capsys)
+    (tmp_path / "runs" / "unfinished").mkdir()
+    assert_refused(["report", "runs/a", "runs/unfinished"], ["no file 'runs/unfinished/records.jsonl'"], capsys)
+
+
 def test_records_from_anywhere(tmp_path):
     """Unreadable lines, odd fields, NaN, unknown experiments, hostile names: shown or named, never run."""
     environment = Environment(gpu=HOSTILE, torch=HOSTILE)

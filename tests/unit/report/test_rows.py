@@ -4,10 +4,12 @@ import re
 
 import pytest
 
+from cs336_systems.config import MODES
 from cs336_systems.record import GIB, summarize
 from cs336_systems.report import entries, rows
-from cs336_systems.report.cells import group
-from cs336_systems.report.rows import row_name, row_words, title_of, varying
+from cs336_systems.report.cells import PHASES, group
+from cs336_systems.report.rows import row_name, row_words, title_of, value_text, varying
+from cs336_systems.report.terms import phase_name
 from cs336_systems.text import Text
 from tests.unit.report.step_cells import OOM, cell
 
@@ -96,3 +98,15 @@ def test_a_row_has_its_fields_then_its_values_or_its_verdict():
     assert table.rows == [["small", "fp32", "1"], ["xl", "OOM", ""]]
     assert [column.heading("zh") for column in table.columns] == ["规模", "step (ms)", "peak (GiB)"]
     assert [note.en for note in table.notes] == [f"xl: {OOM}"]
+
+
+def test_modes_phases_and_answers_in_tables_are_words_in_chinese():
+    """In English they are what flags take."""
+    both = [value_text("mode", mode) for mode in MODES]
+    assert [text.en for text in both] == list(MODES)
+    assert [text.zh for text in both] == ["推理", "前向", "前向加反向", "训练步"]
+    assert [value_text("compile", text) for text in ("yes", "no")] == [Text("yes", "是"), Text("no", "否")]
+    assert value_text("precision", "bf16") == Text("bf16")
+    names = [phase_name(phase) for phase in (*PHASES, "all")]
+    assert [name.en for name in names] == [*PHASES, "all"]
+    assert [name.in_("zh") for name in names] == ["前向", "损失", "反向", "同步", "优化器", "单步", "all"]

@@ -187,6 +187,39 @@ def test_weights_that_do_not_fit(change, named, trained, place, tmp_path):
     assert "\n" not in outcome.error
 
 
+@pytest.mark.parametrize("engine", ["ours", "torch"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(dtype, value, engine, trained, place, tmp_path):
+    weights = {name: tensor.to(dtype, copy=True) for name, tensor in trained[1].weights.items()}
+    last = list(weights)[-1]
+    weights[last].view(-1)[-2:] = value
+    saved(weights, tmp_path / "w")
+    outcome = performed(Run(fields(place / "not-finite", init=str(tmp_path / "w"), engine=engine, parallel="ddp")))
+    assert f"2 of {weights[last].numel():,} values of {last!r} are not finite" in outcome.error
+    assert "cs336 export RUN FILE --step STEP" in outcome.error
+    assert "\n" not in outcome.error
+
+
+def test_finite_weights_whose_sum_overflows_are_loaded(trained, place, tmp_path):
+    weights = dict(trained[1].weights)
+    last = list(weights)[-1]
+    weights[last] = torch.full_like(weights[last], 3e38)
+    saved(weights, tmp_path / "w")
+    assert begun(place, "large", tmp_path / "w").error == ""
+
+
+def test_weights_of_an_unknown_shape_need_the_flags_of_their_shape(trained, place, tmp_path):
+    """A file without metadata says no shape, so the model has the smallest size unless flags say more."""
+    saved(trained[1].weights, tmp_path / "bare")
+    saved(trained[1].weights, tmp_path / "full", model=json.dumps({**MODEL.to_dict(), "d_ff": 48}))
+    bare, full = (begun(place, name, tmp_path / name, d_ff=48).error for name in ("bare", "full"))
+    assert all("instead of" in error for error in (bare, full))
+    advice = "the file has no configuration of a model, so the flags must give its shape: --size, or --vocab_size, "
+    assert f"; {advice}--d_model, --num_layers, --num_heads and --d_ff" in bare
+    assert advice not in full
+
+
 def refusal(place: Path, weights: Path, **flags: Any) -> UserError:
     with pytest.raises(UserError) as refused:
         build(TrainSettings, {"data": str(place / "short.txt"), "init": str(weights), **flags})

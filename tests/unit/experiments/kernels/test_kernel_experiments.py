@@ -7,6 +7,7 @@ import pytest
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.record import GIB, Environment
+from cs336_systems.text import Text
 from tests.unit.experiments.kernels.samples import SAMPLES, profiled
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
@@ -49,7 +50,7 @@ def test_kinds_of_kernels_by_phase():
         ("80.0%", "20.0%", "0.0%"),
         ("0.0%", "0.0%", "100.0%"),
     ]
-    assert by_kind.rows[-1][:3] == ["xl", "inference", "OOM"]
+    assert by_kind.rows[-1][:3] == ["xl", Text("inference", "推理"), "OOM"]
     assert any(OOM in note for note in notes(by_kind))
 
 

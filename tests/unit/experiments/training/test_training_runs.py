@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from cs336_systems.config import model_config
 from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.training import curves
 from cs336_systems.experiments.training.curves import MOST_POINTS, runs_of, sampled, smoothed, thinned
@@ -257,6 +258,72 @@ def test_highlights():
     assert [highlight.rank for highlight in found] == sorted(highlight.rank for highlight in found)
     records += whole("b", [3.0, 2.5], utc=THIRD, validation=[1.5])
     assert TRAIN.highlights(group(records))[0].detail.en.startswith("b: ")
+
+
+def test_only_finished_runs_are_ranked():
+    """`packed` was stopped where its loss was below that of `q25`, which went on."""
+    packed = whole("packed", [6.5, 6.3], validation=[6.287], steps=200, data="tokens")
+    records = [*packed, *whole("q25", [6.5, 6.3], utc=SECOND, validation=[6.306], steps=2, data="tokens")]
+    losses, *_ = tables_of(TRAIN, group(records))
+    assert [getattr(row[1], "en", row[1]) for row in losses.rows] == ["2 of 200", "2"]
+    assert [getattr(row[1], "zh", row[1]) for row in losses.rows] == ["2 / 200", "2"]
+    assert "not finished: packed" in [note.en for note in losses.notes]
+    found = findings_of(TRAIN, group(records))
+    assert found[0].en.startswith("Losses are not ranked: fewer than two runs have finished")
+    assert found[0].zh.startswith("未给损失排名")
+    assert TRAIN.highlights(group(records)) == []
+    (alone, *_) = findings_of(TRAIN, group(packed))
+    assert alone.en == "2 of 200 steps, not finished, 64 tokens: the loss fell from 6.500 to 6.300."
+
+    records += whole("q50", [6.5, 6.4], utc=THIRD, validation=[6.4], steps=2, data="tokens")
+    found = findings_of(TRAIN, group(records))
+    assert found[0].en == "2 of 3 runs can be compared: the lowest validation loss is 6.306 in q25, 6.400 in q50."
+    assert TRAIN.highlights(group(records))[0].detail.en.startswith("q25: ")
+
+
+@pytest.mark.parametrize(
+    "other", [{"data": "b.txt"}, {"vocab_size": 100}, {"context_length": 16}, {"validation_share": 0.2}]
+)
+def test_runs_on_other_data_are_not_ranked(other):
+    own = {"data": "a.txt", "vocab_size": 256, "validation_share": 0.1}
+    records = whole("a", [5.0], validation=[5.0], **own)
+    records += whole("b", [4.6], utc=SECOND, validation=[4.603], **{**own, **other})
+    assert findings_of(TRAIN, group(records))[0].en.startswith("Losses are not ranked")
+    assert TRAIN.highlights(group(records)) == []
+
+
+def test_final_training_losses_are_compared_at_equal_steps_and_batches():
+    records = [*whole("a", [3.0, 2.0]), *whole("b", [3.0, 2.5], utc=SECOND)]
+    assert findings_of(TRAIN, group(records))[0].en == "The loss at the end is 2.000 in a, 2.500 in b."
+    records = [*whole("a", [3.0, 2.0]), *whole("b", [1.0], utc=SECOND, batch_size=1)]
+    assert findings_of(TRAIN, group(records))[0].en.startswith("Losses are not ranked")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "name"),
+    [
+        ({}, "qwen2.5/0.5B"),
+        ({"d_model": 128, "num_layers": 2, "num_heads": 4}, "width 128, 2 blocks (kv2, bias, tied)"),
+    ],
+)
+def test_a_model_has_the_name_of_a_size_only_with_its_shape(replaced, name):
+    model = model_config("qwen2.5/0.5B", **replaced).to_dict()
+    records = whole("a", [3.0], size="QWEN2.5/0.5b", model=model)
+    settings = tables_of(TRAIN, group(records))[-1]
+    assert ("model", name) in [(row[0].en, getattr(row[1], "en", row[1])) for row in settings.rows]
+    details = [highlight.detail.en for highlight in TRAIN.highlights(group(records))]
+    assert details[1].startswith(f"{name}, 4 x ")
+
+
+def test_the_engine_and_its_mesh_are_shown_as_one_setting():
+    ours = {"parallel": "ddp", "engine": "ours", "tp": 1, "dp_shard": 1}
+    torch = {"parallel": "ddp", "engine": "torch", "tp": 2, "dp_shard": 0}
+    records = [*whole("a", [3.0], **ours), *whole("b", [3.0], utc=SECOND, **torch)]
+    records += started("b", 0, SECOND, ranks=4, **torch)
+    settings = tables_of(TRAIN, group(records))[-1]
+    shown = {row[0].en: [getattr(cell, "en", cell) for cell in row[1:]] for row in settings.rows}
+    assert shown["parallel"] == ["ddp", "torch, dp_shard 2 x tp 2"]
+    assert not shown.keys() & {"--engine", "--tp", "--dp_shard"}
 
 
 # -- odd records ------------------------------------------------------------------------------------------------------
