@@ -39,10 +39,11 @@ def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
 
 
 def engine_peak(config: RunConfig, mesh: Mesh, micro_batches: int) -> int:
-    """Return the peak of a step of several micro batches of `config`: that of one, and with more than one the shards of
-    all gradients, which exist from the first one on."""
-    shards = elements(config.model, mesh, 0) if micro_batches > 1 else 0
-    return engine_estimate(config, mesh).peak + FP32 * shards
+    """Return the peak of a step of several micro batches of `config`: with more than one, that of the second, which
+    finds the gradients of the first. Without shards it is at most this."""
+    step = EngineStep(config, mesh, adds=micro_batches > 1)
+    unsharded = 0 if step.sharded or micro_batches == 1 else elements(config.model, mesh, 0)
+    return step.run().peak + FP32 * unsharded
 
 
 class _Group:
@@ -73,9 +74,10 @@ class EngineStep(FastStep):
     """Repetitions to simulate, as in `FastStep`. Two at the end, because only the second block of backward has a buffer
     of gradients beside it."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh):
+    def __init__(self, config: RunConfig, mesh: Mesh, *, adds: bool = False):
+        """`adds`: shards of gradients exist, to which those of this micro batch are added."""
         super().__init__(config)
-        self.mesh, self.ranks = mesh, mesh.tp
+        self.mesh, self.ranks, self.adds = mesh, mesh.tp, adds
         self.sharded = mesh.dp_shard * mesh.dp_replicate > 1 and not mesh.is_replicated
         if self.sharded:
             self.rw = self.s
@@ -105,13 +107,15 @@ class EngineStep(FastStep):
         t, memory = self.t, self.memory
         held = [memory.new("buffers", t.buffers(), 1), memory.new("inputs", self.ranks * t.inputs(), 1)]
         held.append(memory.new("workspace", workspace(self.config), 1))
-        elements = [*self.outside.shards, *self.inside.shards * self.config.model.num_layers]
-        sizes = [memory.rounded(size, 4) for size in elements]
+        shards = [*self.outside.shards, *self.inside.shards * self.config.model.num_layers]
+        sizes = [memory.rounded(size, 4) for size in shards]
         counts = len(sizes) * memory.rounded(1, 4)
         live = Counter({"parameters": sum(sizes), "optimizer state": 2 * sum(sizes) + counts})
         memory.add(Snapshot(live, live.total() + 3 * t.rounding(sizes)), 1)
         if self.mesh.is_replicated:
-            held.append(memory.new(BUCKETS, sum(elements), 4))
+            held.append(memory.new(BUCKETS, sum(shards), 4))
+        if self.adds and self.sharded:
+            held.append(memory.new(GRADIENTS, sum(shards), 4))
         return held
 
     # -- weights and gradients of fully_shard -------------------------------------------------------------------------
@@ -197,8 +201,10 @@ class EngineStep(FastStep):
         self.reduced = self.new(sum(gathered.group.wholes), 4, TEMPORARY)
         last = max(gathered.gradients, key=lambda gradient: gradient.size)
         gathered.gradients.clear()
-        self.gradients.append(self.new(sum(gathered.group.shards), 4, GRADIENTS))
-        del last
+        shard = self.new(sum(gathered.group.shards), 4, TEMPORARY if self.adds else GRADIENTS)
+        if not self.adds:
+            self.gradients.append(shard)
+        del last, shard
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -229,8 +235,10 @@ class EngineStep(FastStep):
 
     def _skip_backward(self, saved: Snapshot, times: int, blocks: int) -> None:
         shards, memory = self.inside.shards, self.memory
-        sizes = [memory.rounded(size, 4) for size in ([sum(shards)] if self.sharded else shards)]
         memory.add(saved, -times)
+        if self.adds and self.sharded:
+            return
+        sizes = [memory.rounded(size, 4) for size in ([sum(shards)] if self.sharded else shards)]
         rounding = self.t.rounding(sizes * blocks) / blocks
         memory.add(Snapshot(Counter({GRADIENTS: sum(sizes)}), sum(sizes) + rounding), blocks)
 

@@ -86,7 +86,7 @@ class RankSearch(Search):
 
     @cached_property
     def _added(self) -> dict[str, RankSeconds]:
-        """What ranks have instead of the packed optimizer, by layout."""
+        """Return what ranks have instead of the packed optimizer, by layout."""
         task = self.task
         whole, sharded = (added_seconds(task.config, mesh, task.profile) for mesh in (Mesh(), Mesh(dp_shard=task.gpus)))
         by_shard = whole._replace(update=whole.update / task.gpus)

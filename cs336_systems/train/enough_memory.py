@@ -147,14 +147,16 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
 def _engine_peak(settings: TrainSettings, run: RunConfig, world_size: int) -> int | None:
     """Return the peak of one micro batch on a rank of torch's engine, rounded down to a multiple of `tp` sequences;
     None where it is not predicted."""
-    parallel = settings.parallel
-    each = run.batch_size // parallel.tp
-    is_known = run.precision in ("fp32", "bf16") and run.attention in ("auto", "reference", "sdpa")
-    is_plain = is_known and run.fast == "off" and run.device_type == "cuda"
-    is_predicted = is_plain and parallel.pp == parallel.cp == 1 and settings.data.pack == "none"
-    if parallel.engine == "ours" or not (is_predicted and each):
+    if settings.parallel.engine == "ours":
         return None
-    return engine_estimate(dataclasses.replace(run, batch_size=each), parallel.axes(world_size)).peak
+    mesh = settings.parallel.axes(world_size)
+    each = run.batch_size // mesh.tp
+    is_known = run.precision in ("fp32", "bf16") and run.attention in ("auto", "reference", "sdpa")
+    is_known = is_known and run.device_type == "cuda" and settings.data.pack == "none"
+    is_sharded = mesh.dp_shard > 1 or run.fast == "off"  # fused kernels are predicted under fully_shard only
+    if not (is_known and is_sharded and mesh.pp == mesh.cp == 1 and each):
+        return None
+    return engine_estimate(dataclasses.replace(run, batch_size=each), mesh).peak
 
 
 def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: int, memory: Memory) -> str:

@@ -1,6 +1,6 @@
 """`parallel_plan` and `cs336 plan`: which layout fits a large model on a cluster, and what does a step wait for?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 
 from cs336_systems.config import RunConfig
@@ -82,6 +82,11 @@ def _memory_table(cell: CellView) -> Table:
         if has_peaks:
             memory.append("-" if peak is None else number(peak / GIB))
         rows.append([layout_name(name), *memory, fits, "-" if needed is None else f"{needed:,.0f}"])
+    notes = _memory_notes(cell, impossible, has_peaks=has_peaks)
+    return Table(_title(cell, Text("memory on each GPU", "每张 GPU 的显存")), columns, rows, notes)
+
+
+def _memory_notes(cell: CellView, impossible: Mapping[str, str], *, has_peaks: bool) -> list[Text]:
     notes = []
     if cell.get("gpus") == 1 and (peak := cell.variant(cell.get("strategies")[0]).value("needed_memory")):
         notes.append(
@@ -125,8 +130,7 @@ def _memory_table(cell: CellView) -> Table:
     notes += [
         say("impossible: {}: {}", "不可行：{}：{}", layout_name(name), Text(why)) for name, why in impossible.items()
     ]
-    notes.append(margin_note())
-    return Table(_title(cell, Text("memory on each GPU", "每张 GPU 的显存")), columns, rows, notes)
+    return [*notes, margin_note()]
 
 
 def _time_table(cell: CellView) -> Table:

@@ -2,8 +2,10 @@
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import rehearsal
@@ -130,8 +132,19 @@ def test_fused_kernels_under_fully_shard_have_the_traced_peak(seed):
     assert predicted.peak - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh)
 
 
-def test_shards_of_gradients_are_there_from_the_first_micro_batch_on():
-    mesh = Mesh(dp_shard=8)
-    one, several = (engine_peak(RUN, mesh, micro_batches) for micro_batches in (1, 4))
-    assert one == engine_estimate(RUN, mesh).peak
-    assert several - one == 4 * elements(MODEL, mesh, 0)
+@pytest.mark.parametrize("fast", ["off", "kernels,loss"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_later_micro_batches_find_the_shards_of_gradients(fast, group):
+    """Traced by a step that does not drop its gradients."""
+    run, mesh = replace(RUN, model=replace(MODEL, num_layers=5), fast=fast, checkpoint_blocks=group), Mesh(dp_shard=4)
+    with mock.patch.object(torch.optim.Optimizer, "zero_grad", return_value=None):
+        found = rehearsal.rehearse(replace(run, attention="auto"), mesh, 0, on_gpu=False)
+    fixed = workspace(run)
+    predicted = engine_peak(replace(run, attention="auto"), mesh, 4)
+    assert predicted - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE)
+    assert predicted >= engine_peak(replace(run, attention="auto"), mesh, 1)
+
+
+def test_without_shards_all_gradients_of_earlier_micro_batches_count():
+    one, several = (engine_peak(RUN, Mesh(tp=2), micro_batches) for micro_batches in (1, 4))
+    assert several - one == 4 * elements(MODEL, Mesh(tp=2), 0)

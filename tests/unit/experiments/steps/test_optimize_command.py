@@ -170,7 +170,7 @@ def test_a_mistake_is_one_line_with_the_value_and_the_way_out(fields, named):
         (
             "--size llama3/8B --gpu h100 --gpus 2 --context_length 32768 --tokens_per_step 524288",
             "H100 has 77.1 GiB",
-            ("--context_length 8192", "--gpus 8", "--gpu h200"),
+            ("--context_length 16384", "--gpus 4", "--gpu h100nvl"),
         ),
         (
             "--size small --memory 1500MiB --tokens_per_step 8192",
