@@ -2,7 +2,7 @@
 
 It must never refuse a run that fits: where a rank's peak is not predicted, only a lower bound counts, which is the
 weights, gradients and AdamW's state that a rank holds, and the tokens of its batch. Of ranks of torch's engine that
-split layers it is the peak of one micro batch.
+shard weights or split layers it is the peak of one micro batch.
 """
 
 import contextlib

@@ -72,6 +72,16 @@ def test_recomputation_is_named_where_smaller_micro_batches_are_not_enough(data)
 SPLIT = {"size": "2.7B", "precision": "bf16", "engine": "torch", "context_length": 4096}
 
 
+@pytest.mark.parametrize("fast", ["off", "kernels,loss"])
+def test_ranks_that_shard_weights_have_the_peak_of_the_engine(fast, data):
+    flags = {**SPLIT, "dp_shard": 4, "batch_size": 16, "fast": fast}
+    run = dataclasses.replace(build(TrainSettings, {"data": data, **flags}).run_config("cuda", 4), batch_size=4)
+    assert run.fast == fast
+    peak = engine_estimate(run, Mesh(dp_shard=4)).peak
+    assert refusal(data, gpu(1.001 * peak / FIT_MARGIN / GIB), 4, **flags) == ""
+    assert "memory, and this GPU" in refusal(data, gpu(0.999 * peak / FIT_MARGIN / GIB), 4, **flags)
+
+
 @pytest.mark.parametrize("axes", [{"tp": 4}, {"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}])
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_ranks_that_split_layers_have_the_peak_of_the_engine(axes, blocks, data):
@@ -120,8 +130,8 @@ def test_other_ways_out(flags, device, advice, data):
     ("flags", "share"),
     [
         ({"parallel": "fsdp"}, 1 / 4),
-        ({"engine": "torch", "dp_shard": 4}, 1 / 4),
-        ({"engine": "torch", "dp_shard": 2, "dp_replicate": 2}, 1 / 2),
+        ({"engine": "torch", "dp_shard": 4, "precision": "fp16"}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 2, "dp_replicate": 2, "precision": "fp16"}, 1 / 2),
         ({"engine": "torch", "dp_shard": 2, "tp": 2, "num_heads": 20, "precision": "fp16"}, 1 / 4),
         ({"engine": "torch", "dp_shard": 2, "cp": 2}, 1 / 4),
         ({"engine": "torch", "dp_shard": 2, "pp": 2, "micro_batch_size": 1}, 1 / 4),
