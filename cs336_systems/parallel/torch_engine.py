@@ -21,6 +21,7 @@ neighbours and get the same batch, and so do those of a context-parallel group.
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -258,6 +259,8 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None),
         "reshard_after_forward": reshard_after_forward,
     }
+    # What fused kernels return are views, and nothing writes to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in blocks:
         fully_shard(block, **options)
         if hasattr(block, "fused"):  # the forward pass of fused kernels gathers the weights, too

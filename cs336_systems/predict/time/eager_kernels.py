@@ -40,6 +40,8 @@ SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
     "softmax", "softmax_backward", "log_softmax", "log_softmax_backward",
 )  # fmt: skip
 RMS_NORM, RMS_NORM_BACKWARD, ADAMW = "rms_norm", "rms_norm_backward", "adamw_of_torch"
+ADAMW_BYTES = 28
+"""Bytes that AdamW moves for each fp32 weight: it reads weight, gradient and two moments, and writes all but one."""
 EFFICIENT, FLASH_2 = "efficient", "flash2"
 """Attention kernels of torch in fp32 and in 16 bits."""
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -116,7 +118,7 @@ class EagerStep:
         return found
 
     def update(self) -> Iterator[Kernel]:
-        yield Pass(ADAMW, 28 * self.held_weights)
+        yield Pass(ADAMW, ADAMW_BYTES * self.held_weights)
         yield Small("counts of steps", 1)
 
     @property

@@ -1,4 +1,5 @@
-"""Seconds of the kernels of one rank's step without the fused kernels, in micro batches and pipeline stages. No torch.
+"""Seconds of the kernels of one rank's step: all of them without the fused kernels, in micro batches and pipeline
+stages; with them, what the rank adds to the fast step of one GPU. No torch.
 
 Communication is not in it (parallel_model.py), and neither is the time in which stages wait for each other.
 """
@@ -8,15 +9,13 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.rank_shards import Mesh
-from cs336_systems.predict.time.eager_kernels import ADAMW, CAST, COPY, NARROW, POINTWISE
+from cs336_systems.predict.time.eager_kernels import ADAMW, ADAMW_BYTES, CAST, COPY, NARROW, POINTWISE
 from cs336_systems.predict.time.eager_time import predicts_eager, time_of_phases
 from cs336_systems.predict.time.engine_kernels import EngineStep
 from cs336_systems.predict.time.gpu_profile import GpuProfile
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import Kernel, Pass
 
-ADAMW_BYTES = 28
-"""Bytes that AdamW moves for each fp32 weight: it reads weight, gradient and two moments, and writes all but one."""
 ADDED_GRADIENT = 12
 """Bytes that move for each weight when a micro batch's gradient is added to that of earlier ones, in fp32."""
 
