@@ -48,6 +48,7 @@ MESHES = {
         "dp_shard": {"dp_shard": 0, "checkpoint_blocks": 1, "replay_every": 4},
         "tp": {"tp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "dp_replicate, fused kernels": {"dp_replicate": 2, "fast": "kernels,loss"},
+        "dp_shard, fused kernels, qwen": {"dp_shard": 2, "fast": "kernels,loss", **QWEN},
         "cp": {"cp": 2, "checkpoint_blocks": 1, "replay_every": 4, "sample_tokens": 1},
         "pp": {"pp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "pp, odd vocabulary": {"pp": 2, "checkpoint_blocks": 1, **ODD},

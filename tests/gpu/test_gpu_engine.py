@@ -1,6 +1,7 @@
 """torch's engine on a GPU: each axis over one NCCL rank against the plain model, and ranks that share the GPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.context_parallel import ContextParallel
 from cs336_systems.parallel.launch import process_group, spawn
 from cs336_systems.parallel.pipeline import Pipeline
-from cs336_systems.parallel.torch_engine import device_mesh, shard, split_layers, whole
+from cs336_systems.parallel.torch_engine import _without_all_reduce, device_mesh, shard, split_layers, whole
 from cs336_systems.predict.rank_shards import Mesh
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +114,34 @@ def test_every_axis_over_one_nccl_rank_has_the_gradients_of_the_plain_model(clea
             for name, gradient in expected.items():
                 atol = 1e-5 * gradient.abs().max().item() + 1e-8
                 torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=10 * atol, msg=f"{attention} {name}")
+
+
+def in_two_micro_batches(axes: tuple[str, ...]) -> Work:
+    """Return the mean loss of both sequences, whose gradients add up; those of the first are not reduced over
+    replicas."""
+
+    def run(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        if axes:
+            shard(model, model.layers, device_mesh(Mesh(), "cuda"), Mesh(**dict.fromkeys(axes, 2)), None)
+        losses = []
+        for number, batch in enumerate(zip(tokens.split(1), targets.split(1), strict=True)):
+            with _without_all_reduce(model) if axes and number == 0 else nullcontext():
+                losses.append(loss_of(model(batch[0]), batch[1]) / 2)
+                losses[-1].backward()
+        return torch.stack(losses).sum()
+
+    return run
+
+
+@pytest.mark.parametrize("axes", [("dp_shard",), ("dp_replicate", "dp_shard")], ids=str)
+def test_gradients_of_micro_batches_add_up_under_fully_shard(clean_gpu, axes):
+    with process_group("nccl", "cuda"):
+        loss, found = gradients(in_two_micro_batches(axes), "reference")
+        expected_loss, expected = gradients(in_two_micro_batches(()), "reference")
+        torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-5)
+        for name, gradient in expected.items():
+            atol = 1e-5 * gradient.abs().max().item() + 1e-8
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=10 * atol, msg=name)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(tp=2)], ids=["dp_shard", "tp"])

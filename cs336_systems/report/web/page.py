@@ -217,7 +217,7 @@ class _Page:
         copies = (markdown, map(_shown_row, table.rows)), (latex, map(_latex_row, in_markdown))
         self.copies.append([_without_lines(*copy, first) for copy, first in zip(copies, _FIRST_ROW, strict=True)])
         buttons = "".join(
-            f'<button type="button" data-copy="{number} {format} {_FIRST_ROW[format]}">{html_text(text)}</button>'
+            f'<button data-copy="{number} {format} {_FIRST_ROW[format]}">{html_text(text)}</button>'
             for format, text in enumerate(_COPY)
         )
         heads = "".join(_heading(column) for column in table.columns)
@@ -351,14 +351,14 @@ def _title(title: Text) -> str:
 def _heading(column: Column) -> str:
     kind = ' class="r"' if column.numeric else ""
     name = Text(*(column.heading(one) for one in LANGUAGES))
-    return f'<th scope="col"{kind}><button type="button">{html_text(name)}</button></th>'
+    return f'<th scope="col"{kind}><button>{html_text(name)}</button></th>'
 
 
 def _rows_button(count: int, anchor: str) -> str:
     every = say("Show all {} rows", "显示全部 {} 行", f"{count:,}")
     part = say("{} of {} rows", "{} 行，共 {} 行", str(FIRST_ROWS), f"{count:,}")
     return (
-        f'<button type="button" class="rows" aria-expanded="false" aria-controls="{anchor}">'
+        f'<button class="rows" aria-expanded="false" aria-controls="{anchor}">'
         f'<span class="all">{html_text(every)}</span><span class="few">{html_text(_FEWER)}</span></button>'
         f'<span class="part">{html_text(part)}</span>'
     )
