@@ -14,6 +14,7 @@ as `fast_memory` does for one GPU. Tests compare it with traces of the real oper
 """
 
 from collections import Counter
+from functools import lru_cache
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import LOGITS, FastStep
@@ -38,6 +39,7 @@ def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
     return MemoryEstimate(parts, memory.peak, memory.where)
 
 
+@lru_cache(maxsize=256)
 def engine_peak(config: RunConfig, mesh: Mesh, micro_batches: int) -> int:
     """Return the peak of a step of several micro batches of `config`: with more than one, that of the second, which
     finds the gradients of the first. Without shards it is at most this."""

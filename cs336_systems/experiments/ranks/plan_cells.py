@@ -6,6 +6,7 @@ Predicted from the configuration (predict/parallel_model.py); nothing runs.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cs336_systems.commands import flags_named
@@ -274,8 +275,11 @@ def alone_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
     run = RunConfig.of(config)
     if config["count"] != "transformer" or run.mode != "train-step" or plan.micro_batches > 1:
         return None
-    if run.fast == FAST_OF_RANKS:
-        run = replace(run, fast="on")
+    return _alone_peak(replace(run, fast="on") if run.fast == FAST_OF_RANKS else run)
+
+
+@lru_cache(maxsize=64)
+def _alone_peak(run: RunConfig) -> int:
     return max(estimate(run).peak, building_peak(run).peak)
 
 
