@@ -196,6 +196,12 @@ def find_card(text: str) -> GPU | None:
     return BY_NAME.get(card_name(text))
 
 
+def shown_name(text: str) -> str:
+    """Return the name that tables use for a GPU as the user wrote it: that of its card, if it is known."""
+    card = find_card(text)
+    return card.name if card else text
+
+
 def find_by_driver_name(name: str | None) -> GPU | None:
     """Return the GPU whose driver reports `name`; laptop GPUs carry the name of a faster card and are unknown."""
     if not name or "Laptop" in name:

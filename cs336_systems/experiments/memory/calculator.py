@@ -16,7 +16,7 @@ from cs336_systems.experiments.ranks.rehearsal_command import verdict
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, RECOMPUTE, Plan
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fit import gpu_bytes, safe_peak, usable_bytes
-from cs336_systems.predict.gpus import CARDS, GIGA, find_card
+from cs336_systems.predict.gpus import CARDS, GIGA, find_card, shown_name
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.memory_planner import BlockCosts, PlannedMemory, Rates, budget_bytes, plan_memory
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -155,9 +155,8 @@ def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None, gp
 
 def _verdict(config: RunConfig, full: Breakdown | None, traced: Any, usable: float, gpu: str) -> Text:
     """Say whether a step, and building the model, fit on a GPU, given as for `fit`."""
-    card = find_card(gpu)
     peak = max(full.peak.peak, building_peak(config).peak) if full else traced.peak
-    return verdict(peak, usable, card.name if card else gpu)
+    return verdict(peak, usable, shown_name(gpu))
 
 
 def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list[Text]:

@@ -69,12 +69,12 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         **({} if run.attention == "auto" else {"attention": run.attention}),
         **({"checkpoint_blocks": run.checkpoint_blocks} if run.checkpoint_blocks else {}),
         **({"fast": "off"} if run.fast == "off" else {}),
-        **_parallel(plan, run.model),
+        **parallel_flags(plan, run.model),
     }
     return f"{started(gpus, int(config['node']))} {' '.join(flag_words(flags))}"
 
 
-def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
+def parallel_flags(plan: Plan, model: ModelConfig) -> dict[str, Any]:
     """Return the flags of a layout that `cs336 train` has; raise UserError for a model that it cannot split."""
     strategy = plan.strategy
     if not plan.is_on_engine:

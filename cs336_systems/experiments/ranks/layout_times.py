@@ -20,7 +20,6 @@ from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh
-from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.rank_time import added_seconds, plain_rank_seconds
 from cs336_systems.predict.time.time_model import predicts, step_time
@@ -142,7 +141,8 @@ def _rates(config: Mapping[str, Any]) -> tuple[GpuProfile | None, float | None]:
 
 def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[Text]:
     timed = [name for name in fitting_layouts(cell) if name not in others]
-    plain = [name for name in timed if name in unfused_layouts(cell.config)]
+    unfused = unfused_layouts(cell.config)
+    plain = [name for name in timed if name in unfused]
     notes = []
     if len(plain) < len(timed):
         notes.append(
@@ -181,7 +181,7 @@ def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[T
                 *(gpu_name(cell), f"{1 + profile.spread:.3g}"),
             )
         )
-    if any(Strategy.parse(name).tensor * Strategy.parse(name).context > 1 for name in timed):
+    if any(plan.waiting("forward") for plan in plans({**cell.config, "strategies": timed})):
         notes.append(WAITING)
     return [*notes, *(say("not predicted: {}, {}", "不作预测：{}，{}", *why) for why in _unpredicted(cell, others))]
 

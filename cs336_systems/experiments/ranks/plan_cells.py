@@ -14,7 +14,7 @@ from cs336_systems.config import OPTIMIZER_STATES, ModelConfig, RunConfig, UserE
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.engine_memory import engine_peak
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
-from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
+from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card, shown_name
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.optimize_ranks import FAST_OF_RANKS, FP8_ON_RANKS
@@ -197,19 +197,24 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
     return found
 
 
-def required_axes(plan: Plan, model: ModelConfig) -> Mesh:
-    """Return the device mesh of a layout; raise UserError for a model that its ranks cannot split."""
+def mesh_of(plan: Plan) -> Mesh:
+    """Return the device mesh of a layout on torch's engine."""
     strategy = plan.strategy
-    if plan.shards % strategy.context:
-        raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
     sharded = strategy.stage == 3
-    mesh = Mesh(
+    return Mesh(
         pp=strategy.pipeline,
         dp_replicate=strategy.replicate if sharded else plan.replicas,
         dp_shard=plan.shards // strategy.context if sharded else 1,
         cp=strategy.context,
         tp=strategy.tensor,
     )
+
+
+def required_axes(plan: Plan, model: ModelConfig) -> Mesh:
+    """Return the device mesh of a layout; raise UserError for a model that its ranks cannot split."""
+    strategy, mesh = plan.strategy, mesh_of(plan)
+    if plan.shards % strategy.context:
+        raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
     schedule = schedule_of(strategy)
     require_split(model, mesh, mesh.pp * STAGES_PER_RANK[schedule])
     require_schedule(mesh.pp, schedule, plan.micro_batches)
@@ -236,14 +241,6 @@ def impossible_layouts(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def engine_mesh(plan: Plan) -> Mesh:
-    """Return the mesh on which `cs336 rehearse` runs a plan of stage 0 or 3 without stages or context parallelism."""
-    tensor, replicate = plan.strategy.tensor, plan.strategy.replicate
-    if plan.strategy.stage == 3:
-        return Mesh(dp_replicate=replicate, dp_shard=plan.shards, tp=tensor)
-    return Mesh(dp_replicate=plan.replicas, tp=tensor)
-
-
 def peak_on_engine(config: Mapping[str, Any], plan: Plan) -> int | None:
     """Return the predicted peak of a GPU under torch's engine; None where it does not run the layout, or where its peak
     is not predicted."""
@@ -255,7 +252,7 @@ def peak_on_engine(config: Mapping[str, Any], plan: Plan) -> int | None:
     if not (is_run and is_split and is_known) or run.batch_size % plan.micro_batches:
         return None
     own = replace(run, batch_size=run.batch_size // plan.micro_batches)
-    return engine_peak(own, engine_mesh(plan), plan.micro_batches)
+    return engine_peak(own, mesh_of(plan), plan.micro_batches)
 
 
 def needed_memory(config: Mapping[str, Any], plan: Plan) -> float:
@@ -414,8 +411,7 @@ def layout_name(name: str) -> str:
 
 
 def gpu_name(cell: CellView) -> str:
-    card = find_card(cell.get("gpu"))
-    return card.name if card else str(cell.get("gpu"))
+    return shown_name(str(cell.get("gpu")))
 
 
 def where(cell: CellView) -> Text:

@@ -154,9 +154,9 @@ def _recommended(cell: CellView, best: str, why: Text, cost: Cost) -> Text:
 
 def _days_and_cost(cell: CellView, best: str, cost: Cost) -> Text:
     """Return the days and the cost of a run with the recommended layout, if they are asked for."""
-    time = rank_time(cell, best)
     if cost.tokens is None:
         return Text("", "")
+    time = rank_time(cell, best)
     if time is None:
         return Text(" Its days and cost are not predicted.", "其天数与费用不作预测。")
     gpus = cell.get("gpus")

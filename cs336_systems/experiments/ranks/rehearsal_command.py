@@ -12,7 +12,7 @@ from cs336_systems.experiments.ranks.layout_times import WAITING
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.engine_messages import engine_messages
-from cs336_systems.predict.gpus import find_card
+from cs336_systems.predict.gpus import find_card, shown_name
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Collective, Plan
 from cs336_systems.predict.rank_shards import Mesh, of_replica, weights
@@ -204,7 +204,7 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     rows: list[list[str | Text]] = [
         [name, _mib(size), "-" if predicted is None else _mib(predicted)] for name, size, predicted in parts
     ]
-    notes = [verdict(found.peak, plan.cluster.memory, _gpu_name(arguments)), *_differences(parts)]
+    notes = [verdict(found.peak, plan.cluster.memory, shown_name(arguments.gpu)), *_differences(parts)]
     title = say(
         "rehearse: rank {} of {} GPUs (replicate {}, shard {}, cp {}, tp {}), memory",
         "rehearse：{1} 张 GPU（replicate {2}、shard {3}、cp {4}、tp {5}）中 rank {0} 的显存",
@@ -283,7 +283,7 @@ def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
         sum(plan.seconds(one) for one in found)
         for found in (messages, [one for one in messages if one.axis in plan.waited_for])
     )
-    how = say("predicted for {}", "按 {} 预测", _gpu_name(arguments))
+    how = say("predicted for {}", "按 {} 预测", shown_name(arguments.gpu))
     at_peak = plan.compute("forward") + plan.compute("backward")
     kinds = {Text("measured", "实测"): measured, how: predicted, Text("at the GPU's peak rate", "按 GPU 峰值"): at_peak}
     known = {kind: seconds for kind, seconds in kinds.items() if seconds is not None}
@@ -326,11 +326,6 @@ def predicted_compute(arguments: RehearseArguments) -> float | None:
 def _profile(arguments: RehearseArguments) -> GpuProfile | None:
     card = find_card(arguments.gpu)
     return profile_of(card, arguments.precision) if card else None
-
-
-def _gpu_name(arguments: RehearseArguments) -> str:
-    card = find_card(arguments.gpu)
-    return card.name if card else arguments.gpu
 
 
 def _mib(size: float) -> str:

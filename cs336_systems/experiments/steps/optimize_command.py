@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, nearest, without_unit
-from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
+from cs336_systems.experiments.ranks.layout_commands import DATA, flag_words, parallel_flags, shape_flags, started
 from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.experiments.session import OUTPUT, new_run_file
@@ -53,8 +53,8 @@ from cs336_systems.predict.optimize import (
     Task,
     predictions_per_second,
 )
-from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, SHARDED, RankSearch
-from cs336_systems.predict.parallel_model import Cluster
+from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, RankSearch
+from cs336_systems.predict.parallel_model import Cluster, Plan
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.on_gpu import mfu_note
@@ -453,8 +453,8 @@ def advice(search: Search, chosen: Prediction, node: int = 8) -> Text:
     """Return the commands that run the chosen candidate."""
     task, own = search.task, chosen.candidate
     alone = task.run_config(own)
-    if own.layout:
-        return say("Train with it: {}", "训练命令：{}", ranks_command(alone, task, own.layout, node))
+    if isinstance(search, RankSearch):
+        return say("Train with it: {}", "训练命令：{}", ranks_command(alone, task, search.plan_of(own), node))
     before = f"{'='.join(ALLOCATOR)} " if search.peak_of(chosen) > usable_bytes(task.capacity) else ""
     return say(
         "Train with it: {}\nMeasure one of its micro batches: {}",
@@ -469,11 +469,9 @@ def train_command(run: RunConfig, sequences: int) -> str:
     return f"cs336 train {' '.join(flag_words(flags))}"
 
 
-def ranks_command(run: RunConfig, task: Task, layout: str, node: int) -> str:
+def ranks_command(run: RunConfig, task: Task, plan: Plan, node: int) -> str:
     """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
-    engine: dict[str, int | str] = {"engine": "torch", "dp_shard": task.gpus}
-    parallel = engine if layout == SHARDED else {"parallel": WRAPPERS[Strategy.parse(layout).stage]}
-    flags = {**_trained(run, task.gpus * task.sequences), **parallel}
+    flags = {**_trained(run, task.gpus * task.sequences), **parallel_flags(plan, run.model)}
     return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
 
 

@@ -73,10 +73,10 @@ def lists_operators(config: RunConfig) -> bool:
 
 def eager_phases(config: RunConfig) -> dict[str, list[Kernel]]:
     """Return the kernels of each phase of a step."""
-    return EagerStep(config).phases()
+    return EagerKernels(config).phases()
 
 
-class EagerStep:
+class EagerKernels:
     """Lists the kernels of a step on one GPU. Subclasses list those of a rank that holds a part of the model."""
 
     def __init__(self, config: RunConfig):

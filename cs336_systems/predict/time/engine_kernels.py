@@ -23,7 +23,7 @@ from cs336_systems.predict.time.eager_kernels import (
     NARROW,
     POINTWISE,
     STRIDED,
-    EagerStep,
+    EagerKernels,
     attention_pass,
 )
 from cs336_systems.predict.time.step_kernels import Kernel, Pass, Small
@@ -33,7 +33,7 @@ GATHERED, ORDERED, REDUCTION = "gathered", "ordered", "reduction"
 sums or maxima of rows."""
 
 
-class EngineStep(EagerStep):
+class EngineKernels(EagerKernels):
     """Lists the kernels of the first rank of `mesh` under torch's engine, for one micro batch.
 
     `config.batch_size` is the number of sequences that a replica, its `cp` x `tp` ranks, processes together. All layers

@@ -11,7 +11,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.time.eager_kernels import ADAMW, ADAMW_BYTES, CAST, COPY, NARROW, POINTWISE
 from cs336_systems.predict.time.eager_time import predicts_eager, time_of_phases
-from cs336_systems.predict.time.engine_kernels import EngineStep
+from cs336_systems.predict.time.engine_kernels import EngineKernels
 from cs336_systems.predict.time.gpu_profile import GpuProfile
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import Kernel, Pass
@@ -39,7 +39,7 @@ def plain_rank_seconds(
     """
     if not predicts_eager(config, profile):
         return None
-    step = EngineStep(config, mesh)
+    step = EngineKernels(config, mesh)
     found = time_of_phases(step.phases(), config, profile)
     if found is None or found.is_launch_bound:
         return None
@@ -53,7 +53,7 @@ def added_seconds(config: RunConfig, mesh: Mesh, profile: GpuProfile) -> RankSec
     """Return what the fast step of a rank has instead of the packed optimizer: for each micro batch casts and copies of
     weights and gradients, by torch's `fully_shard` or by autocast; and torch's AdamW of whole fp32 weights, or of the
     shards of `fully_shard`."""
-    model, step = config.model, EngineStep(config, mesh)
+    model, step = config.model, EngineKernels(config, mesh)
     joined = model.num_layers * model.d_model * (model.q_width + 2 * model.kv_width + 2 * model.d_ff)
     matrices = model.parameters - model.vector_parameters
     casts = step.sharding() if step.sharded else (Pass(NARROW, 6 * matrices), Pass(CAST, 6 * matrices))

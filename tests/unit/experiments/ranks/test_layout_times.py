@@ -12,7 +12,7 @@ from cs336_systems.experiments.ranks.recommended_layout import recommendation
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.time.eager_time import time_of_phases
-from cs336_systems.predict.time.engine_kernels import EngineStep
+from cs336_systems.predict.time.engine_kernels import EngineKernels
 from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.on_gpu import predicted_on
 from cs336_systems.predict.time.rank_time import added_seconds
@@ -66,7 +66,7 @@ def test_the_fast_step_of_a_rank_takes_as_long_as_was_measured(sharded, measured
 def test_fully_shard_on_one_gpu_takes_as_long_as_was_measured():
     """413 ms on an H200 with torch 2.11: 2.7B, 4 x 2,048 tokens, vocabulary 32,000, operator by operator."""
     config = replace(run("off"), model=model_config("2.7B", context_length=2048, vocab_size=32_000))
-    step = EngineStep(config, Mesh())
+    step = EngineKernels(config, Mesh())
     step.sharded, step.stream_width = True, 2  # a group of one rank shards nothing, but casts and copies all the same
     assert time_of_phases(step.phases(), config, H200).seconds == pytest.approx(0.413, rel=0.02)
 
@@ -182,7 +182,7 @@ def test_the_recommendation_has_the_predicted_step():
 
 
 def test_the_recommendation_has_days_and_cost():
-    """Those of the table; a layout without a predicted step says so, and with which flags there is one."""
+    """They are those of the table; a layout without a predicted step says so, and with which flags there is one."""
     cell, cost = planned(ARGUMENTS), Cost(300e9, 2.5)
     (table,) = predicted_times(cell, cost)
     (row,) = [row for row in table.plain().rows if row[0] == "ZeRO-1"]

@@ -148,15 +148,20 @@ def traced(run):
 
 
 def listed(run):
+    return counted(eager_phases(run))
+
+
+def counted(phases):
+    """Return the matmuls, passes and calls of attention of each phase; a rank that shares attention makes two calls."""
     matmuls, passes, attention = (defaultdict(Counter) for _ in range(3))
-    for phase, kernels in eager_phases(run).items():
+    for phase, kernels in phases.items():
         for kernel in kernels:
             if isinstance(kernel, Matmul):
                 matmuls[phase][kernel.batch, kernel.rows, kernel.columns, kernel.depth] += kernel.times
             elif isinstance(kernel, Pass) and phase != "optimizer":
                 passes[phase][kernel.name, kernel.bytes] += kernel.times
             elif isinstance(kernel, AttentionPass):
-                attention[phase][kernel.name.split()[0]] += kernel.times
+                attention[phase][kernel.name.split()[0]] += kernel.times * min(2, kernel.parts)
     return matmuls, passes, attention
 
 

@@ -1,7 +1,6 @@
 """The list of a rank's kernels against the rank's step under torch's engine: every matmul and every pass."""
 
 import dataclasses
-from collections import Counter, defaultdict
 from contextlib import ExitStack
 from unittest import mock
 
@@ -18,9 +17,8 @@ from cs336_systems.measure import rehearsal
 from cs336_systems.measure.memory_trace import as_on_cuda
 from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.predict.time.eager_kernels import COPY, MASKED, NARROW, POINTWISE, STRIDED
-from cs336_systems.predict.time.engine_kernels import GATHERED, ORDERED, REDUCTION, EngineStep
-from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
-from tests.unit.predict.time.test_eager_kernels import Operators
+from cs336_systems.predict.time.engine_kernels import GATHERED, ORDERED, REDUCTION, EngineKernels
+from tests.unit.predict.time.test_eager_kernels import Operators, counted
 from tests.unit.test_families import FAMILIES
 
 MODEL = ModelConfig(vocab_size=1024, context_length=64, d_model=64, num_layers=3, num_heads=4, d_ff=160)
@@ -112,19 +110,6 @@ def traced(run, mesh):
     return seen
 
 
-def listed(run, mesh):
-    matmuls, passes, attention = (defaultdict(Counter) for _ in range(3))
-    for phase, kernels in EngineStep(run, mesh).phases().items():
-        for kernel in kernels:
-            if isinstance(kernel, Matmul):
-                matmuls[phase][kernel.batch, kernel.rows, kernel.columns, kernel.depth] += kernel.times
-            elif isinstance(kernel, Pass) and phase != "optimizer":
-                passes[phase][kernel.name, kernel.bytes] += kernel.times
-            elif isinstance(kernel, AttentionPass):
-                attention[phase][kernel.name.split()[0]] += kernel.times * min(2, kernel.parts)
-    return matmuls, passes, attention
-
-
 @pytest.mark.parametrize(
     ("axes", "precision", "blocks"),
     [
@@ -152,7 +137,9 @@ def test_families_of_models(name, axes):
 def assert_listed(model, mesh, **fields):
     run = of_replica(RunConfig(model=model, batch_size=1, device="cuda", attention="flash_triton", **fields), mesh)
     seen = traced(run, mesh)
-    for found, expected in zip(listed(run, mesh), (seen.matmuls, seen.passes, seen.attention), strict=True):
+    for found, expected in zip(
+        counted(EngineKernels(run, mesh).phases()), (seen.matmuls, seen.passes, seen.attention), strict=True
+    ):
         for phase in ("forward", "loss", "backward"):
             assert found[phase] == expected[phase], phase
 
@@ -160,5 +147,5 @@ def assert_listed(model, mesh, **fields):
 def test_the_weights_of_all_ranks_are_updated_once():
     run = RunConfig(model=MODEL, batch_size=4, device="cuda")
     for axes in ({"dp_shard": 4}, {"tp": 4}, {"dp_shard": 2, "tp": 2}, {"cp": 4}):
-        held = EngineStep(run, Mesh(**axes)).held_weights
+        held = EngineKernels(run, Mesh(**axes)).held_weights
         assert MODEL.parameters <= 4 * held < 1.01 * MODEL.parameters + 4 * MODEL.vector_parameters
