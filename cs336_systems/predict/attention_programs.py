@@ -47,12 +47,13 @@ LEAST_SAVING = 0.1
 """Minimum relative saving that justifies splitting a group's heads."""
 
 
-def heads_of_program(group: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of query heads that a program of backward visits, a divisor of `group`.
+def parts_of_group(group: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
+    """Return the number of programs of backward that share the query heads of a KV head.
 
     A program computes the gradients of KEYS keys from all queries that see them, and visits the query heads that share
     a KV head one after another. That leaves few, long programs: 64 for 132 multiprocessors with 16 query heads, 4 KV
-    heads and 2,048 tokens. Then the heads of a group are split over several programs, whose results are added up.
+    heads and 2,048 tokens. Then the heads of a group are split over several programs, whose results are added up. Seven
+    heads are split into two parts of three and four, for example.
 
     `tiles`: for each block of keys the tiles of queries of one head that see it; `kv_heads`: those of all batches.
     """
@@ -60,17 +61,21 @@ def heads_of_program(group: int, tiles: Sequence[int], kv_heads: int, multiproce
         return 1
     units, total, longest = len(tiles) * kv_heads, sum(tiles) * kv_heads * group, max(tiles)
 
-    def cost(heads: int) -> float:
+    def cost(parts: int) -> float:
         """Return the estimated time in tiles: of the longest program, or of all programs on all multiprocessors."""
-        programs = units * group // heads
-        combining = COMBINE_COST + programs // SPLITS_PER_COMBINE_COST if heads < group else 0
+        programs = units * parts
+        combining = COMBINE_COST + programs // SPLITS_PER_COMBINE_COST if parts > 1 else 0
         shared = (total + programs * START_COST) / multiprocessors
-        return max(heads * longest + START_COST, shared) + combining
+        return max(heads_of_part(group, parts) * longest + START_COST, shared) + combining
 
     most = MAX_HEAD_ROUNDS * multiprocessors
-    splits = [heads for heads in range(1, group) if group % heads == 0 and units * group // heads <= most]
-    best = min([group, *splits], key=cost)
-    return best if cost(best) <= (1 - LEAST_SAVING) * cost(group) else group
+    best = min([1, *(parts for parts in range(2, group + 1) if units * parts <= most)], key=cost)
+    return best if cost(best) <= (1 - LEAST_SAVING) * cost(1) else 1
+
+
+def heads_of_part(group: int, parts: int) -> int:
+    """Return the number of query heads in the largest of almost equal parts of a group."""
+    return -(-group // parts)
 
 
 def causal_tiles(length: int, head_dim: int) -> list[int]:

@@ -96,6 +96,7 @@ HOPPER = [
     ("backward", "bf16", 128, "causal", 4, LENGTH, LENGTH),
     ("backward", "bf16", 128, "causal", 4, LONG, LONG),
     ("backward", "bf16", 64, "causal", 7, LENGTH, LENGTH),
+    ("backward", "bf16", 128, "causal", 7, LENGTH, LENGTH),
     ("backward", "bf16", 80, "causal", 1, LENGTH, LENGTH),
     ("backward", "fp16", 80, "causal+17", 1, LENGTH, ODD),
     ("backward", "bf16", 96, "full", 1, LENGTH, LENGTH),
@@ -104,8 +105,8 @@ HOPPER = [
     ("backward", "bf16", 128, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "window", 4, LENGTH, LENGTH),
 ]
-"""All that makes another kernel: head dim, mask, tiles on the diagonal, small programs, split keys or heads, a partial
-tile, grouped heads."""
+"""All that makes another kernel: head dim, mask, tiles on the diagonal, small programs, split keys, heads of a group
+split evenly and not, a partial tile."""
 PACKED = [("bf16", 64, "causal", 1), ("bf16", 128, "causal", 1), ("bf16", 64, "window", 2), ("fp32", 64, "causal", 1)]
 """Dtype, head dim, mask and group of the calls with packed documents; their rows are read through pointers."""
 PACKED_HOPPER = [

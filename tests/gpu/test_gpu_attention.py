@@ -173,6 +173,32 @@ def test_large(case, dtype, kernels, empty_gpu):
         check(triton(kernels), case, dtype, device="cuda")
 
 
+def grouped(d, group):
+    return Case(640, 640, d, is_causal=True, batch=2, heads=2 * group, kv_heads=2)
+
+
+PARTS = [
+    (grouped(64, 7), 2),
+    (grouped(64, 7), 3),
+    (grouped(80, 3), 2),
+    (grouped(96, 5), 2),
+    *((grouped(128, 7), parts) for parts in (2, 3, 4, 7)),
+    (Case(700, 1300, 128, is_causal="bottom-right", heads=7, kv_heads=1), 4),
+    (Case(60, 60, 128, is_causal=True, heads=14, kv_heads=2), 3),
+    (Case(1200, 1200, 64, is_causal=True, window=(300, 0), heads=7, kv_heads=1), 2),
+    (Case(1111, 1111, 128, window=(299, 77), heads=5, kv_heads=1), 3),
+]
+
+
+@pytest.mark.parametrize("kernels", ["hopper"])
+@pytest.mark.parametrize(("case", "parts"), PARTS, ids=describe)
+def test_parts_of_a_group_of_heads(case, parts, kernels, monkeypatch):
+    """Backward may split the query heads of a KV head over any number of programs, evenly or not."""
+    monkeypatch.setattr(hopper_launch(), "parts_of_group", lambda *_: parts)
+    with poisoned_memory():
+        check(triton(kernels), case, BF16, device="cuda")
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", [PLAIN, LARGE[0]], ids=describe)

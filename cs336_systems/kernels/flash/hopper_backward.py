@@ -52,12 +52,12 @@ from cs336_systems.kernels.flash.hopper_forward import (
     block_and_head,
     origin_of,
     outer_of,
+    part_of,
     place,
     split_of_program,
     start_matmul,
     tile_shape,
     tile_shapes,
-    tiles_of_split,
     used_columns,
 )
 from cs336_systems.kernels.flash.packing_triton import (
@@ -99,7 +99,9 @@ class Config:
     WINDOW_TILES: gl.constexpr
     """Number of blocks of queries, the last ones, that a window to the left may cut."""
     HEADS: gl.constexpr
-    """Number of query heads that a program visits."""
+    """Largest number of query heads that a program visits."""
+    EVEN_HEADS: gl.constexpr
+    """True if every program visits HEADS query heads."""
     WINDOW: gl.constexpr
     """True if a window hides keys far to the left of a query."""
     CUT_FIRST: gl.constexpr
@@ -118,6 +120,8 @@ class Work:
     kv_head: Value
     head: Value
     """First query head."""
+    heads: Value
+    """Number of query heads."""
     column: Value
     """First key."""
     first: Value
@@ -200,7 +204,7 @@ def backward_kernel(
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
     MASKED_TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of BLOCK_N keys, and their part of dQ, from HEADS of the GROUP query heads of a KV head.
+    """Compute dK and dV of BLOCK_N keys, and their part of dQ, from up to HEADS of the GROUP query heads of a KV head.
     Programs from `unsplit` on see one of `splits` parts of the queries, or of the query heads if HEADS < GROUP, and
     write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
     SPLIT: gl.constexpr = p_partial is not None
@@ -209,7 +213,8 @@ def backward_kernel(
     CUT_FIRST: gl.constexpr = WINDOW or (CAUSAL and HEADS > 1)
     config = Config(
         CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES,
-        WINDOW_TILES=WINDOW_TILES, HEADS=HEADS, WINDOW=WINDOW, CUT_FIRST=CUT_FIRST, SPLIT=SPLIT, PACKED=PACKED,
+        WINDOW_TILES=WINDOW_TILES, HEADS=HEADS, EVEN_HEADS=GROUP % HEADS == 0, WINDOW=WINDOW, CUT_FIRST=CUT_FIRST,
+        SPLIT=SPLIT, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if SPLIT:
@@ -240,14 +245,17 @@ def backward_kernel(
     if WINDOW:
         beyond = gl.maximum(column + BLOCK_N - 1 - lo, 0) // BLOCK_M + 1
         count = gl.maximum(gl.minimum(beyond, q_blocks) - first, 1)
-    head, start, tiles = kv_head * GROUP, 0, HEADS * count
-    if HEADS < GROUP:
+    head, visited, start, tiles = kv_head * GROUP, HEADS, 0, HEADS * count
+    if GROUP % HEADS != 0:
+        first_head, visited = part_of(GROUP, split, of)
+        head, tiles = head + first_head, visited * count
+    elif HEADS < GROUP:
         head += split * HEADS
     elif SPLIT:
-        start, tiles = tiles_of_split(tiles, split, of)
+        start, tiles = part_of(tiles, split, of)
     work = Work(
-        batch=batch, kv_head=kv_head, head=head, column=column, first=first, count=count, start=start, tiles=tiles,
-        batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
+        batch=batch, kv_head=kv_head, head=head, heads=visited, column=column, first=first, count=count, start=start,
+        tiles=tiles, batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
     )  # fmt: skip
     sizes = Sizes(len_k=len_k, lo=lo, hi=hi, scale=scale)
 
@@ -365,7 +373,7 @@ def _head_and_row(t, work, config):
         cut = _cut_blocks(work, config)
         number, block = _of_heads(t, cut, config)
         block = _cut_block(block, cut, work, config)
-        late, clear = t - config.HEADS * cut, gl.maximum(work.count - cut, 1)
+        late, clear = t - work.heads * cut, gl.maximum(work.count - cut, 1)
         if late >= 0:
             number, block = _of_heads(late, clear, config)
             block += config.MASKED_TILES
@@ -420,8 +428,11 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
         CUT: gl.constexpr = config.HEADS * (config.MASKED_TILES + config.WINDOW_TILES)
         cut = _cut_blocks(work, config)
         for t in range(1, gl.minimum(CUT, tiles)):
-            _, block = _of_heads(t, cut, config)
-            row = (first + _cut_block(block, cut, work, config)) * BLOCK_M
+            if config.EVEN_HEADS:
+                _, block = _of_heads(t, cut, config)
+                row = (first + _cut_block(block, cut, work, config)) * BLOCK_M
+            else:  # with fewer heads, the last of these tiles may be clear ones
+                _, row = _head_and_row(t, work, config)
             b_dk, b_dv = _step(t, row, buffers, barriers, work, sizes, b_dk, b_dv, True, False, W, config)
         for t in range(CUT, tiles):
             b_dk, b_dv = _step(t, 0, buffers, barriers, work, sizes, b_dk, b_dv, False, False, W, config)

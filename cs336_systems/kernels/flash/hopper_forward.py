@@ -203,7 +203,7 @@ def forward_kernel(
     tiles = _visible_tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
     column = 0
     if p_partial is not None:
-        start, tiles = tiles_of_split(tiles, split, of)
+        start, tiles = part_of(tiles, split, of)
         column = start * BLOCK_N
     if WINDOW:
         start = gl.minimum(gl.maximum(row + lo, 0) // BLOCK_N, tiles - 1)
@@ -274,10 +274,10 @@ def split_of_program(program, unsplit, splits):
 
 
 @gluon.jit
-def tiles_of_split(tiles, split, of):
-    """Return the first tile of a split, and its number of tiles."""
-    start = tiles * split // of
-    return start, tiles * (split + 1) // of - start
+def part_of(count, part, parts):
+    """Return the start and the length of one of almost equal parts of `count` things."""
+    start = count * part // parts
+    return start, count * (part + 1) // parts - start
 
 
 @gluon.jit

@@ -30,8 +30,9 @@ from cs336_systems.predict.attention_programs import (
     QUERIES,
     SPLITS_PER_COMBINE_COST,
     START_COST,
-    heads_of_program,
+    heads_of_part,
     padded_head_dim,
+    parts_of_group,
     sees_few_keys,
 )
 
@@ -213,9 +214,9 @@ class Problem:
         scratch = self.scratch(meta)
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
-        heads = self._heads_of_program(blocks, queries)
-        if heads < self.group:
-            split = Split(blocks * all_heads, 0, self.group // heads)
+        parts = self._parts_of_group(blocks, queries)
+        if parts > 1:
+            split = Split(blocks * all_heads, 0, parts)
         else:
             split = self._split("backward", blocks * all_heads, q_blocks * self.group)
         section = self._order("backward", blocks, self.kv_heads, 8 * d * self.len_q * self.group)
@@ -232,7 +233,8 @@ class Problem:
             after=(
                 *(q_blocks, *schedule),
                 *(self.causal, even, d, self.d_used, queries),
-                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), self.group, heads),
+                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), self.group),
+                heads_of_part(self.group, parts),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
             options={"launch_pdl": True},
@@ -272,18 +274,18 @@ class Problem:
             return Split(units, units, 1)
         return even_end(units, tiles, residents * _multiprocessors(self.device), MIN_SAVING[kernel])
 
-    def _heads_of_program(self, blocks: int, queries: int) -> int:
-        """Return the number of query heads that a program of backward visits: fewer than share a KV head where a mask
+    def _parts_of_group(self, blocks: int, queries: int) -> int:
+        """Return the number of programs of backward that share the query heads of a KV head: several where a mask
         leaves few, long programs."""
         if not self.causal and self.lo is None:
-            return self.group
+            return 1
         q_blocks, hi, lo = triton.cdiv(self.len_q, queries), self.hi if self.causal else self.len_k, self.lo
         tiles = []
         for column in range(0, blocks * KEYS, KEYS):
             first = min(max(column - hi, 0) // queries, q_blocks - 1)
             beyond = q_blocks if lo is None else min(max(column + KEYS - 1 - lo, 0) // queries + 1, q_blocks)
             tiles.append(max(beyond - first, 1))
-        return heads_of_program(self.group, tiles, self.batch * self.kv_heads, _multiprocessors(self.device))
+        return parts_of_group(self.group, tiles, self.batch * self.kv_heads, _multiprocessors(self.device))
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from cs336_systems.predict.attention_programs import causal_tiles, heads_of_program, padded_head_dim
+from cs336_systems.predict.attention_programs import causal_tiles, heads_of_part, padded_head_dim, parts_of_group
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
 from cs336_systems.predict.time.step_kernels import (
     FORWARD,
@@ -272,25 +272,25 @@ def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, ba
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
     group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
-    visited = heads_visited(kernel, sms)
-    tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / visited
+    parts = head_parts(kernel, sms)
+    visited = heads_of_part(group, parts)
+    tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks * parts / group
     shared = (tiles * rates.tile + programs * rates.program) / sms
     # Two kernels share the work of this package's backward in fp32; one has a program for each query head.
     in_turn = (1 + group) / 2 if kernel.name.endswith((TRITON_WIDE, TRITON_TF32)) else visited
     longest = rates.alone * (in_turn * blocks * rates.tile + rates.program)
     fixed = rates.fixed + heads * blocks * rates.queries / sms
-    if visited < group:
+    if parts > 1:
         fixed += SPLIT_HEADS_KERNEL + 16 * programs * TILE * padded_head_dim(kernel.head_dim) / bandwidth
     return fixed + max(shared, longest, gradient_traffic(kernel, sms) / (UPDATE_SHARE * bandwidth))
 
 
-def heads_visited(kernel: AttentionPass, sms: int) -> int:
-    """Return the number of query heads that a program visits one after another."""
-    group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
-    if kernel.name != "backward" or group == 1:
-        return group
+def head_parts(kernel: AttentionPass, sms: int) -> int:
+    """Return the number of programs that share the query heads of a KV head."""
+    if kernel.name != "backward":
+        return 1
     tiles = causal_tiles(kernel.length, kernel.head_dim)
-    return heads_of_program(group, tiles, kernel.batch * kernel.kv_heads, sms)
+    return parts_of_group(kernel.heads // kernel.kv_heads, tiles, kernel.batch * kernel.kv_heads, sms)
 
 
 def small_program_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.flash.band import Band
+from cs336_systems.predict.attention_programs import causal_tiles, heads_of_part, parts_of_group
 
 module = importlib.import_module("cs336_systems.kernels.flash.dispatch")  # the package has a function of that name
 
@@ -240,24 +241,30 @@ def test_queries_that_see_few_keys_have_small_programs(length, d, band, is_small
 
 
 @needs_gluon
-@pytest.mark.parametrize(("batch", "group", "heads"), [(1, 4, 1), (2, 4, 2), (8, 4, 4), (1, 7, 1), (8, 7, 7)])
-def test_the_heads_of_a_group_are_divided_among_programs(batch, group, heads):
-    """Mirrors the kernel's `split_of_program`: every query head of every block of keys has one program."""
+@pytest.mark.parametrize(("batch", "group"), [(1, 4), (2, 4), (8, 4), (1, 7), (8, 7), (1, 5)])
+def test_the_heads_of_a_group_are_divided_among_programs(batch, group):
+    """Mirrors the kernel's `split_of_program` and `part_of`: each query head of a block of keys has one program."""
     from cs336_systems.kernels.flash.hopper_launch import KEYS, Problem
 
     k = torch.empty(batch, 4, 2048, 128, dtype=torch.bfloat16, device="meta")
     q = torch.empty(batch, 4 * group, 2048, 128, dtype=torch.bfloat16, device="meta")
+    parts = parts_of_group(group, causal_tiles(2048, 128), batch * 4, 132)
     plans = Problem(q, k, k, CAUSAL).plan_backward(q, k, k, q, q, q, k, k)
     *_, unsplit, splits = plans.main.after[: plans.main.after.index(True)]
-    assert plans.main.after[-2:] == (group, heads)
-    assert (plans.split is None) == (heads == group)
+    assert plans.main.after[-2:] == (group, heads_of_part(group, parts))
+    assert (plans.split is None) == (parts == 1)
     units = batch * 4 * 2048 // KEYS
-    assert plans.main.programs == units * group // heads
+    assert plans.main.programs == units * parts
     if plans.split is not None:
-        assert (unsplit, splits) == (0, group // heads)
+        assert (unsplit, splits) == (0, parts)
         assert plans.split.numbers == plans.main.programs * 2 * KEYS * 128
-        first = [program % splits * heads for program in range(plans.main.programs)]
-        assert sorted(first) == sorted(list(range(0, group, heads)) * units)
+        visited: list[int] = []
+        for program in range(plans.main.programs):
+            part = program % splits
+            heads = range(group * part // splits, group * (part + 1) // splits)
+            assert 1 <= len(heads) <= heads_of_part(group, parts)
+            visited += heads
+        assert sorted(visited) == sorted(list(range(group)) * units)
 
 
 # -- packed documents --------------------------------------------------------------------------------------------------

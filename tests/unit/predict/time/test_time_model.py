@@ -178,15 +178,15 @@ def test_attention_is_bound_by_all_programs_or_the_longest():
     assert attention_seconds(many, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
     grouped = AttentionPass("backward", 2, 64, 8, 4096, 64)
     tiles, programs = 2 * 64 * 32 * 33 / 2, 2 * 8 * 32
-    assert kernel_times.heads_visited(grouped, 132) == 8
+    assert kernel_times.head_parts(grouped, 132) == 1
     assert attention_seconds(grouped, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
 
 
 def test_few_kv_heads_are_split_over_programs():
     rates = AttentionRates(tile=1e-6, program=3e-6, fixed=5e-6)
     few = AttentionPass("backward", 1, 8, 2, 4096, 64)
-    assert kernel_times.heads_visited(few, 132) == 1
-    shared = (8 * 32 * 33 / 2 * 1e-6 + 8 * 32 * 3e-6) / 132
+    assert kernel_times.head_parts(few, 132) == 4
+    shared = (8 * 32 * 33 / 2 * 1e-6 + 4 * 2 * 32 * 3e-6) / 132
     expected = 5e-6 + shared + kernel_times.SPLIT_HEADS_KERNEL
     assert attention_seconds(few, rates, sms=132) == pytest.approx(expected)
     assert expected < 4 * 32e-6, "the longest program with all heads of a group"
