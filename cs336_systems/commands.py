@@ -68,6 +68,10 @@ def guarded(program: str, run: Callable[[], int | None], started_by: Sequence[st
             return _fail(program, _machine_failure(error), 2 if error.errno in PATH_MISTAKES else 1)
         except MemoryError:
             return _fail(program, "out of memory: this process needs more than the machine, or its limit, allows", 1)
+        except RuntimeError as error:
+            if type(error).__name__ != "OutOfMemoryError":  # of torch, which is not imported here
+                raise
+            return _fail(program, ". ".join(str(error).split(". ")[:2]), 1)
         except ModuleNotFoundError as error:
             if (error.name or "cs336_systems").startswith("cs336_systems"):
                 raise

@@ -3,6 +3,8 @@
 No torch.
 """
 
+import functools
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -41,10 +43,15 @@ START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
 splits that add 1 to the latter."""
 MAX_SPLIT_ROUNDS = 4
 """Maximum number of rounds of split programs on all multiprocessors: each program needs scratch memory."""
+PARTS_PER_COMBINE_COST = 25
+"""The same number where the heads of a group are split."""
 MAX_HEAD_ROUNDS = 8
-"""The same where the heads of a group are split: 138 MB of scratch memory with a head dim of 128 on an H200."""
+"""Maximum number of rounds where the heads of a group are split: 138 MB of scratch memory with a head dim of 128, on an
+H200."""
 LEAST_SAVING = 0.1
 """Minimum relative saving that justifies splitting a group's heads."""
+CLOSE = 0.1
+"""Relative difference of estimates within which programs are simulated."""
 
 
 def parts_of_group(group: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
@@ -57,20 +64,38 @@ def parts_of_group(group: int, tiles: Sequence[int], kv_heads: int, multiprocess
 
     `tiles`: for each block of keys the tiles of queries of one head that see it; `kv_heads`: those of all batches.
     """
-    if group == 1:
-        return 1
+    return 1 if group == 1 else _parts_of_group(group, tuple(tiles), kv_heads, multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts_of_group(group: int, tiles: tuple[int, ...], kv_heads: int, multiprocessors: int) -> int:
     units, total, longest = len(tiles) * kv_heads, sum(tiles) * kv_heads * group, max(tiles)
+
+    def combining(parts: int) -> float:
+        return COMBINE_COST + units * parts / PARTS_PER_COMBINE_COST if parts > 1 else 0
 
     def cost(parts: int) -> float:
         """Return the estimated time in tiles: of the longest program, or of all programs on all multiprocessors."""
-        programs = units * parts
-        combining = COMBINE_COST + programs // SPLITS_PER_COMBINE_COST if parts > 1 else 0
-        shared = (total + programs * START_COST) / multiprocessors
-        return max(heads_of_part(group, parts) * longest + START_COST, shared) + combining
+        shared = (total + units * parts * START_COST) / multiprocessors
+        return max(heads_of_part(group, parts) * longest + START_COST, shared) + combining(parts)
 
     most = MAX_HEAD_ROUNDS * multiprocessors
-    best = min([1, *(parts for parts in range(2, group + 1) if units * parts <= most)], key=cost)
-    return best if cost(best) <= (1 - LEAST_SAVING) * cost(1) else 1
+    costs = {parts: cost(parts) for parts in range(1, group + 1) if parts == 1 or units * parts <= most}
+    least = min(costs.values())
+    if least > (1 - LEAST_SAVING) * costs[1]:
+        return 1
+    close = [parts for parts, own in costs.items() if own <= (1 + CLOSE) * least]
+    return min(close, key=lambda parts: _end(group, parts, tiles, kv_heads, multiprocessors) + combining(parts))
+
+
+def _end(group: int, parts: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
+    """Return the time in tiles at which the last program ends, if each starts on the first free multiprocessor."""
+    heads = [group * (part + 1) // parts - group * part // parts for part in range(parts)]
+    free = [0] * multiprocessors
+    for block in tiles:
+        for number in heads * kv_heads:
+            heapq.heapreplace(free, free[0] + number * block + START_COST)
+    return max(free)
 
 
 def heads_of_part(group: int, parts: int) -> int:

@@ -2,7 +2,7 @@
 
 It must never refuse a run that fits: where a rank's peak is not predicted, only a lower bound counts, which is the
 weights, gradients and AdamW's state that a rank holds, and the tokens of its batch. Of ranks of torch's engine that
-shard weights or split layers it is the peak of one micro batch.
+split layers, but do not shard weights, it is the peak of one micro batch.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.engine_memory import engine_peak
 from cs336_systems.predict.fit import FIT_MARGIN, usable_bytes
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
@@ -77,18 +77,29 @@ class Share(NamedTuple):
 
 def require_memory(settings: TrainSettings, device: str, world_size: int, memory: Memory) -> None:
     """Raise UserError if `memory` cannot hold a step of this run."""
-    run = settings.run_config(device, world_size)
-    share = _share(settings, world_size)
+    run, share = settings.run_config(device, world_size), _share(settings, world_size)
     need = _need(settings, run, share, world_size)
     if memory.may_hold(need):
         return
+    advice = _way_out(settings, run, share, world_size, memory)
+    raise UserError(f"a step of this model needs {_compared(need, memory)} (predicted, not tried); {advice}")
+
+
+def ran_out(settings: TrainSettings, device: str, world_size: int, memory: Memory) -> UserError:
+    """Return the error for a step that ran out of memory although it was not refused."""
+    run, share = settings.run_config(device, world_size), _share(settings, world_size)
+    need = _need(settings, run, share, world_size)
+    others = "; other programs may use it, too: nvidia-smi lists them" if memory.surely_holds(need) else ""
+    advice = _way_out(settings, run, share, world_size, memory)
+    return UserError(
+        f"out of memory: a step of this model is predicted to need {_compared(need, memory)}{others}; {advice}"
+    )
+
+
+def _compared(need: Need, memory: Memory) -> str:
     sharing = f" for the {memory.ranks} ranks of this machine" if memory.ranks > 1 else ""
     bound = "" if need.is_predicted else "at least "
-    advice = _way_out(settings, run, share, world_size, memory)
-    raise UserError(
-        f"a step of this model needs {bound}{memory.gib(need)} of memory{sharing}, and {memory.owner} has "
-        f"{memory.capacity / GIB:,.1f} GiB (predicted, not tried); {advice}"
-    )
+    return f"{bound}{memory.gib(need)} of memory{sharing}, and {memory.owner} has {memory.capacity / GIB:,.1f} GiB"
 
 
 def require_batch(settings: TrainSettings, world_size: int, memory: Memory | None = None) -> None:
@@ -134,9 +145,11 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
     lasting = (WEIGHT_BYTES + MOMENT_BYTES) * weights - sharded + waiting
     if packs:
         lasting = building_peak(run).peak + waiting
-    if (peak := _engine_peak(settings, run, world_size)) is not None:
-        gradients = GRADIENT_BYTES * weights * parallel.axes(world_size).dp_replicate / world_size
-        accumulated = gradients if share.sequences > share.micro_batch else 0.0  # those of earlier micro batches
+    if (peak := _engine_peak(settings, run, share, world_size)) is not None:
+        axes = parallel.axes(world_size)
+        gradients = GRADIENT_BYTES * weights * axes.dp_replicate / world_size
+        # Without shards the peak is that of the first micro batch, which finds no gradients.
+        accumulated = gradients if share.sequences > share.micro_batch and axes.dp_shard == 1 else 0.0
         return Need(max(lasting, peak + waiting), lasting, math.inf if share.micro_batch % parallel.tp else accumulated)
     splits_weights = parallel.engine == "torch" or (parallel.wrapper == "fsdp" and not packs)
     if splits_weights or run.compile or run.memory_budget or settings.data.pack == "documents":
@@ -144,9 +157,9 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
     return Need(max(lasting, estimate(run).peak - sharded + waiting), lasting)
 
 
-def _engine_peak(settings: TrainSettings, run: RunConfig, world_size: int) -> int | None:
-    """Return the peak of one micro batch on a rank of torch's engine, rounded down to a multiple of `tp` sequences;
-    None where it is not predicted."""
+def _engine_peak(settings: TrainSettings, run: RunConfig, share: Share, world_size: int) -> int | None:
+    """Return the peak of a step on a rank of torch's engine, or without shards that of its first micro batch. Micro
+    batches are rounded down to a multiple of `tp` sequences. None: it is not predicted."""
     if settings.parallel.engine == "ours":
         return None
     mesh = settings.parallel.axes(world_size)
@@ -156,7 +169,8 @@ def _engine_peak(settings: TrainSettings, run: RunConfig, world_size: int) -> in
     is_sharded = mesh.dp_shard > 1 or run.fast == "off"  # fused kernels are predicted under fully_shard only
     if not (is_known and is_sharded and mesh.pp == mesh.cp == 1 and each):
         return None
-    return engine_estimate(dataclasses.replace(run, batch_size=each), mesh).peak
+    micro_batches = share.sequences // share.micro_batch if mesh.dp_shard > 1 else 1
+    return engine_peak(dataclasses.replace(run, batch_size=each), mesh, micro_batches)
 
 
 def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: int, memory: Memory) -> str:
@@ -167,6 +181,8 @@ def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: 
     for blocks, smaller in product(recomputed, _smaller(share)):
         with contextlib.suppress(UserError):  # recomputation that this configuration does not support
             changed = dataclasses.replace(run, checkpoint_blocks=blocks)
+            if (changed, smaller) == (run, share):
+                continue
             if memory.surely_holds(_need(settings, changed, smaller, world_size)):
                 flags = [f"--checkpoint_blocks {blocks}"] if blocks != run.checkpoint_blocks else []
                 flags += [f"--micro_batch_size {smaller.micro_batch}"] if smaller != share else []

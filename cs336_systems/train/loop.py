@@ -37,7 +37,7 @@ from cs336_systems.text import counted
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
-from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
+from cs336_systems.train.enough_memory import Memory, ran_out, require_batch, require_memory
 from cs336_systems.train.fp8_watch import Fp8Watch
 from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
@@ -63,10 +63,11 @@ def train(settings: TrainSettings) -> int:
             corpus = _open_corpus(settings, rank)  # before anything is written
             with _exclusive(settings.folder):
                 require_shared(settings.folder)
-                trainer = Trainer(settings, rank, corpus)
-                trainer.introduce()
-                trainer.resume()
-                return trainer.run()
+                with _memory_errors(settings, rank):
+                    trainer = Trainer(settings, rank, corpus)
+                    trainer.introduce()
+                    trainer.resume()
+                    return trainer.run()
     except RankError as error:
         print(f"cs336 train: {error}; the same command resumes from the last checkpoint", file=sys.stderr)
         return 1
@@ -96,6 +97,15 @@ def _require_possible(settings: TrainSettings, rank: Rank) -> None:
     require_attention(settings.run_config(str(rank.device), rank.world_size))
     if settings.init is not None and rank.rank == 0:  # which reads them for all
         require_weights(Path(settings.init), settings.model)
+
+
+@contextlib.contextmanager
+def _memory_errors(settings: TrainSettings, rank: Rank) -> Iterator[None]:
+    """Turn a GPU's lack of memory into an error that says what would fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ran_out(settings, str(rank.device), rank.world_size, _memory(rank)) from error
 
 
 def _memory(rank: Rank) -> Memory:

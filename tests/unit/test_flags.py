@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,6 +176,9 @@ def test_a_failure_of_the_machine_is_exit_code_1(capsys):
     assert capsys.readouterr().err == message
     assert guarded("prog", raises(MemoryError())) == 1
     assert capsys.readouterr().err.startswith("prog: out of memory")
+    of_torch = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.16 GiB. GPU 0 has\n 139.80 GiB")
+    assert guarded("prog", raises(of_torch)) == 1
+    assert capsys.readouterr().err == "prog: CUDA out of memory. Tried to allocate 3.16 GiB\n"
     assert guarded("prog", raises(ModuleNotFoundError("No module named 'torch'", name="torch"))) == 1
     assert capsys.readouterr().err == "prog: the package 'torch' is not installed; pip install torch\n"
 

@@ -3,17 +3,20 @@
 import dataclasses
 
 import pytest
+import torch
 
+from cs336_systems.cli import main
 from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.engine_memory import engine_estimate, engine_peak
 from cs336_systems.predict.fit import FIT_MARGIN
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.record import GIB
 from cs336_systems.train import enough_memory
-from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
+from cs336_systems.train.enough_memory import Memory, ran_out, require_batch, require_memory
+from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
 from tests.helpers import assert_refused
 
@@ -194,3 +197,44 @@ def test_the_check_needs_no_search_for_a_model_that_is_much_too_large(data, monk
     monkeypatch.setattr(enough_memory, "estimate", lambda run: calls.append(run) or estimate(run))
     assert refusal(data, gpu(80), num_layers=1000, d_model=8192, num_heads=8, fast="off")
     assert len(calls) <= 2
+
+
+def test_gradients_of_earlier_micro_batches_count_where_weights_are_sharded(data):
+    flags = {**SPLIT, "dp_shard": 4, "batch_size": 16, "micro_batch_size": 1, "fast": "off"}
+    run = dataclasses.replace(build(TrainSettings, {"data": data, **flags}).run_config("cuda", 4), batch_size=1)
+    first, later = (engine_peak(run, Mesh(dp_shard=4), count) for count in (1, 4))
+    assert later > 1.01 * first
+    message = refusal(data, gpu(0.999 * later / FIT_MARGIN / GIB), 4, **flags)
+    assert "needs" in message
+    assert "at least" not in message
+    assert refusal(data, gpu(1.001 * later / FIT_MARGIN / GIB), 4, **flags) == ""
+
+
+def ran_out_of(data, memory, **flags):
+    return str(ran_out(build(TrainSettings, {"data": data, **XL, **flags}), "cuda", 1, memory))
+
+
+def test_a_step_that_ran_out_of_memory_names_a_way_out(data):
+    flags = {"batch_size": 64, "micro_batch_size": 64, "precision": "bf16"}
+    message = ran_out_of(data, gpu(92), **flags)
+    assert message.startswith(
+        "out of memory: a step of this model is predicted to need 92.8 GiB of memory, and this GPU"
+    )
+    assert message.endswith("it is predicted to fit with --micro_batch_size 32")
+
+
+def test_other_programs_are_named_where_the_step_should_have_fitted(data):
+    message = ran_out_of(data, gpu(139), batch_size=8, micro_batch_size=8, precision="bf16")
+    assert "other programs may use it, too: nvidia-smi lists them" in message
+    assert message.endswith("it is predicted to fit with --micro_batch_size 4")
+
+
+def test_a_gpu_out_of_memory_is_one_line(data, elsewhere, capfd, monkeypatch):
+    def fail(trainer):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.16 GiB.")
+
+    monkeypatch.setattr(Trainer, "run", fail)
+    words = ["train", "--data", data, "--size", "tiny", "--device", "cpu", "--context_length", "16"]
+    assert main([*words, "--validation_share", "0.5", "--output", "out"]) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
+    assert line.startswith("cs336 train: out of memory: a step of this model is predicted to need 0.")
