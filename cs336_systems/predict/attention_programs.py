@@ -43,8 +43,11 @@ START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
 splits that add 1 to the latter."""
 MAX_SPLIT_ROUNDS = 4
 """Maximum number of rounds of split programs on all multiprocessors: each program needs scratch memory."""
-PARTS_PER_COMBINE_COST = 25
+PARTS_PER_COMBINE_COST = 30
 """The same number where the heads of a group are split."""
+ONE_HEAD = 0.83
+"""Relative time of a tile where a program visits one head, for head dims below 128: the loops over several heads need
+more registers there than there are."""
 MAX_HEAD_ROUNDS = 8
 """Maximum number of rounds where the heads of a group are split: 138 MB of scratch memory with a head dim of 128, on an
 H200."""
@@ -54,7 +57,7 @@ CLOSE = 0.1
 """Relative difference of estimates within which programs are simulated."""
 
 
-def parts_of_group(group: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
+def parts_of_group(group: int, head_dim: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:
     """Return the number of programs of backward that share the query heads of a KV head.
 
     A program computes the gradients of KEYS keys from all queries that see them, and visits the query heads that share
@@ -64,12 +67,15 @@ def parts_of_group(group: int, tiles: Sequence[int], kv_heads: int, multiprocess
 
     `tiles`: for each block of keys the tiles of queries of one head that see it; `kv_heads`: those of all batches.
     """
-    return 1 if group == 1 else _parts_of_group(group, tuple(tiles), kv_heads, multiprocessors)
+    return 1 if group == 1 else _parts_of_group(group, head_dim < 128, tuple(tiles), kv_heads, multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts_of_group(group: int, tiles: tuple[int, ...], kv_heads: int, multiprocessors: int) -> int:
+def _parts_of_group(group: int, is_narrow: bool, tiles: tuple[int, ...], kv_heads: int, multiprocessors: int) -> int:
     units, total, longest = len(tiles) * kv_heads, sum(tiles) * kv_heads * group, max(tiles)
+
+    def of_tile(parts: int) -> float:
+        return ONE_HEAD if is_narrow and parts == group else 1.0
 
     def combining(parts: int) -> float:
         return COMBINE_COST + units * parts / PARTS_PER_COMBINE_COST if parts > 1 else 0
@@ -77,7 +83,10 @@ def _parts_of_group(group: int, tiles: tuple[int, ...], kv_heads: int, multiproc
     def cost(parts: int) -> float:
         """Return the estimated time in tiles: of the longest program, or of all programs on all multiprocessors."""
         shared = (total + units * parts * START_COST) / multiprocessors
-        return max(heads_of_part(group, parts) * longest + START_COST, shared) + combining(parts)
+        return of_tile(parts) * max(heads_of_part(group, parts) * longest + START_COST, shared) + combining(parts)
+
+    def simulated(parts: int) -> float:
+        return of_tile(parts) * _end(group, parts, tiles, kv_heads, multiprocessors) + combining(parts)
 
     most = MAX_HEAD_ROUNDS * multiprocessors
     costs = {parts: cost(parts) for parts in range(1, group + 1) if parts == 1 or units * parts <= most}
@@ -85,7 +94,7 @@ def _parts_of_group(group: int, tiles: tuple[int, ...], kv_heads: int, multiproc
     if least > (1 - LEAST_SAVING) * costs[1]:
         return 1
     close = [parts for parts, own in costs.items() if own <= (1 + CLOSE) * least]
-    return min(close, key=lambda parts: _end(group, parts, tiles, kv_heads, multiprocessors) + combining(parts))
+    return min(close, key=simulated)
 
 
 def _end(group: int, parts: int, tiles: Sequence[int], kv_heads: int, multiprocessors: int) -> int:

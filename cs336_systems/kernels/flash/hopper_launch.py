@@ -285,7 +285,7 @@ class Problem:
             first = min(max(column - hi, 0) // queries, q_blocks - 1)
             beyond = q_blocks if lo is None else min(max(column + KEYS - 1 - lo, 0) // queries + 1, q_blocks)
             tiles.append(max(beyond - first, 1))
-        return parts_of_group(self.group, tiles, self.batch * self.kv_heads, _multiprocessors(self.device))
+        return parts_of_group(self.group, self.d, tiles, self.batch * self.kv_heads, _multiprocessors(self.device))
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],

@@ -290,7 +290,8 @@ def head_parts(kernel: AttentionPass, sms: int) -> int:
     if kernel.name != "backward":
         return 1
     tiles = causal_tiles(kernel.length, kernel.head_dim)
-    return parts_of_group(kernel.heads // kernel.kv_heads, tiles, kernel.batch * kernel.kv_heads, sms)
+    group = kernel.heads // kernel.kv_heads
+    return parts_of_group(group, kernel.head_dim, tiles, kernel.batch * kernel.kv_heads, sms)
 
 
 def small_program_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:

@@ -248,7 +248,7 @@ def test_the_heads_of_a_group_are_divided_among_programs(batch, group):
 
     k = torch.empty(batch, 4, 2048, 128, dtype=torch.bfloat16, device="meta")
     q = torch.empty(batch, 4 * group, 2048, 128, dtype=torch.bfloat16, device="meta")
-    parts = parts_of_group(group, causal_tiles(2048, 128), batch * 4, 132)
+    parts = parts_of_group(group, 128, causal_tiles(2048, 128), batch * 4, 132)
     plans = Problem(q, k, k, CAUSAL).plan_backward(q, k, k, q, q, q, k, k)
     *_, unsplit, splits = plans.main.after[: plans.main.after.index(True)]
     assert plans.main.after[-2:] == (group, heads_of_part(group, parts))

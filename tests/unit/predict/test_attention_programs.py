@@ -41,7 +41,10 @@ MEASURED = {
     (7, 2048, 128, 16): 1,
     (7, 2048, 64, 8): 2,
     (7, 4096, 128, 8): 1,
+    (7, 4096, 64, 2): 7,
     (7, 4096, 64, 4): 2,
+    (7, 4096, 96, 4): 7,
+    (5, 1536, 128, 8): 3,
     (7, 8192, 128, 8): 1,
     (4, 2048, 64, 8): 2,
     (8, 2048, 64, 8): 2,
@@ -51,7 +54,7 @@ MEASURED = {
 @pytest.mark.parametrize("shape", MEASURED)
 def test_the_choice_is_the_fastest_that_was_measured(shape):
     group, length, head_dim, kv_heads = shape
-    assert parts_of_group(group, causal_tiles(length, head_dim), kv_heads, SMS) == MEASURED[shape]
+    assert parts_of_group(group, head_dim, causal_tiles(length, head_dim), kv_heads, SMS) == MEASURED[shape]
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 12])
@@ -59,7 +62,7 @@ def test_the_choice_is_the_fastest_that_was_measured(shape):
 @pytest.mark.parametrize("length", [128, 1024, 65_536])
 def test_groups_are_split_within_the_memory(length, kv_heads, group):
     tiles = causal_tiles(length, 128)
-    parts = parts_of_group(group, tiles, kv_heads, SMS)
+    parts = parts_of_group(group, 128, tiles, kv_heads, SMS)
     assert 1 <= parts <= group
     assert parts == 1 or len(tiles) * kv_heads * parts <= MAX_HEAD_ROUNDS * SMS
 
@@ -72,7 +75,7 @@ def test_parts_are_almost_equal(group):
 
 
 def test_many_programs_are_not_split():
-    assert parts_of_group(4, causal_tiles(8192, 128), 64, SMS) == 1
+    assert parts_of_group(4, 128, causal_tiles(8192, 128), 64, SMS) == 1
 
 
 # H200, bf16: head dim, mask, keys -> relative time of small programs
