@@ -101,6 +101,7 @@ HOPPER = [
     ("backward", "fp16", 80, "causal+17", 1, LENGTH, ODD),
     ("backward", "bf16", 96, "full", 1, LENGTH, LENGTH),
     ("backward", "bf16", 96, "causal", 4, LENGTH, LENGTH),
+    ("backward", "bf16", 96, "causal", 4, LONG, LONG),
     ("backward", "bf16", 64, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "window", 4, LENGTH, LENGTH),

@@ -23,10 +23,12 @@ HOUR = 3600.0
 """Compiling takes 30 s of processor time; a busy machine must not fail it."""
 ALLOWED_SPILLS_IN_LOOPS = {
     ("backward", "bf16", "64", "sliding", "1"): 2,
+    ("backward", "bf16", "96", "causal", "4"): 36,
     ("forward", "bf16", "128", "far", "4"): 12,
 }
 """Hopper kernel, dtype, head dim, mask, group -> spill instructions in its loops, most of them in those of the few
-tiles that a mask cuts: the positions of queries and keys take registers."""
+tiles that a mask cuts: the positions of queries and keys take registers. At d 96 the accumulators are two, and the main
+loop of a warpgroup that visits several heads has ten."""
 
 same_triton = pytest.mark.skipif(
     triton.__version__ != GOLDEN.triton, reason=f"the golden file was written with Triton {GOLDEN.triton}"
