@@ -111,7 +111,7 @@ class RotaryEmbedding(nn.Module):
     context: "ContextParallel | None" = None
     """Set if the tokens are one rank's part of the sequence under context parallelism."""
     packing: None = None
-    """None: each sequence is one document; see PackedRotary."""
+    """None: each sequence is one document; see RotaryRows."""
 
     def __init__(
         self,
@@ -139,27 +139,34 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(sin[:, None])
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
-        return _rotated(x, *(self._rows(table, x.shape[1]) for table in (self.cos, self.sin)))
+        return _rotated(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
 
-    def _rows(self, table: Tensor, length: int) -> Tensor:
+    def of_part(self, length: int) -> "Rotary":
+        """Return the rotation of this rank's part of the sequence, `length` tokens; without `context` that is self."""
         if self.context is None:
-            return table[:length]
-        return torch.cat([table[span] for span in self.context.positions(length)])
+            return self
+        spans = self.context.positions(length)
+        cos, sin = (torch.cat([table[span] for span in spans]) for table in (self.cos, self.sin))
+        return RotaryRows(cos, sin)
 
-
-class PackedRotary:
-    """The rotation of (1, T, H, K), all documents of a batch one after another, each from position 0 on."""
-
-    def __init__(self, rotate: RotaryEmbedding, packed: PackedTokens):
+    def of_packed(self, packed: PackedTokens) -> "RotaryRows":
+        """Return the rotation of (1, T, H, K), all documents of a batch one after another, each from position 0 on."""
         positions = packed.positions.flatten()
-        self.cos, self.sin = rotate.cos[positions], rotate.sin[positions]  # (T, 1, K)
-        self.packing = Packing(packed.cu_seqlens)
+        return RotaryRows(self.cos[positions], self.sin[positions], Packing(packed.cu_seqlens))
+
+
+class RotaryRows:
+    """The rotation by some rows of the tables. They are selected once for all blocks, which keep them for backward."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, packing: Packing | None = None):
+        self.cos, self.sin = cos, sin  # (T, 1, K)
+        self.packing = packing
 
     def __call__(self, x: Tensor) -> Tensor:
         return _rotated(x, self.cos, self.sin)
 
 
-Rotary = RotaryEmbedding | PackedRotary
+Rotary = RotaryEmbedding | RotaryRows
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -329,10 +336,10 @@ class TransformerLM(nn.Module):
         Targets of -100 do not count.
         """
         if isinstance(tokens, PackedTokens):
-            hidden = self._hidden(tokens.tokens.reshape(1, -1), PackedRotary(self.rotate, tokens))
+            hidden = self._hidden(tokens.tokens.reshape(1, -1), self.rotate.of_packed(tokens))
             hidden = hidden.view(*tokens.shape, -1)
         else:
-            hidden = self._hidden(tokens, self.rotate)
+            hidden = self._hidden(tokens, self.rotate.of_part(tokens.shape[1]))
         if targets is None:
             return self.lm_head(hidden)
         return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)

@@ -14,6 +14,7 @@ as `fast_memory` does for one GPU. Tests compare it with traces of the real oper
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 from cs336_systems.config import RunConfig
@@ -27,12 +28,21 @@ BUCKETS = "gradient buckets"
 FP32 = 4
 
 
-def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
+def is_predicted(config: RunConfig, mesh: Mesh, sequences: int) -> bool:
+    """Return True if the peak of this layout can be simulated, with that many sequences in a group of `cp` x `tp`
+    ranks."""
+    group = mesh.cp * mesh.tp
+    if mesh.cp > 1:  # torch's kernels need a mask for queries at the end of the keys
+        return mesh.pp == 1 and config.attention == "auto"
+    return mesh.pp == 1 and (sequences % group == 0 or config.attention != "reference")
+
+
+def engine_estimate(config: RunConfig, mesh: Mesh, sequences: int | None = None) -> MemoryEstimate:
     """Return the peak of a training step on the first rank of `mesh`, whose shards are the largest.
 
-    A replica processes `tp` times the batch of `config`. `pp` and `cp` must be 1.
+    A group of `cp` x `tp` ranks processes `sequences`, or that many times the batch of `config`. `pp` must be 1.
     """
-    memory = EngineStep(config, mesh).run()
+    memory = EngineStep(config, mesh, sequences).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}
     if beyond := memory.peak - sum(parts.values()):
         parts[ROUNDING] = beyond
@@ -40,12 +50,20 @@ def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
 
 
 @lru_cache(maxsize=256)
-def engine_peak(config: RunConfig, mesh: Mesh, micro_batches: int) -> int:
-    """Return the peak of a step of several micro batches of `config`: with more than one, that of the second, which
-    finds the gradients of the first. Without shards it is at most this."""
-    step = EngineStep(config, mesh, adds=micro_batches > 1)
+def engine_peak(config: RunConfig, mesh: Mesh, micro_batches: int, sequences: int | None = None) -> int:
+    """Return the peak of a step of several micro batches, of `sequences` each as in `engine_estimate`: with more than
+    one, that of the second, which finds the gradients of the first. Without shards it is at most this."""
+    step = EngineStep(config, mesh, sequences, adds=micro_batches > 1)
     unsharded = 0 if step.sharded or micro_batches == 1 else elements(config.model, mesh, 0)
     return step.run().peak + FP32 * unsharded
+
+
+def _of_rank(config: RunConfig, sequences: int, group: int) -> RunConfig:
+    """Return a configuration with the tokens of one of the `group` ranks that share `sequences`."""
+    if sequences % group == 0:
+        return replace(config, batch_size=sequences // group)
+    tokens = -(-sequences * config.model.context_length // group)
+    return replace(config, batch_size=1, model=replace(config.model, context_length=tokens))
 
 
 class _Group:
@@ -76,10 +94,13 @@ class EngineStep(FastStep):
     """Repetitions to simulate, as in `FastStep`. Two at the end, because only the second block of backward has a buffer
     of gradients beside it."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, *, adds: bool = False):
+    def __init__(self, config: RunConfig, mesh: Mesh, sequences: int | None = None, *, adds: bool = False):
         """`adds`: shards of gradients exist, to which those of this micro batch are added."""
-        super().__init__(config)
-        self.mesh, self.ranks, self.adds = mesh, mesh.tp, adds
+        group = mesh.cp * mesh.tp
+        super().__init__(_of_rank(config, config.batch_size * group if sequences is None else sequences, group))
+        self.cp, self.context = mesh.cp, config.model.context_length
+        self.mesh = mesh = mesh.of_weights
+        self.ranks, self.adds = mesh.tp, adds
         self.sharded = mesh.dp_shard * mesh.dp_replicate > 1 and not mesh.is_replicated
         if self.sharded:
             self.rw = self.s
@@ -100,6 +121,7 @@ class EngineStep(FastStep):
         """The buffer of forward's last gather, kept until the next one is copied out."""
         self.current = self.root
         """The group whose backward is running."""
+        self.rotary_rows: list[Block] = []
         self.reduced: Block | None = None
         """The buffer of the last reduce-scatter, kept until the next one."""
 
@@ -107,7 +129,10 @@ class EngineStep(FastStep):
 
     def _held(self) -> list[Block]:
         t, memory = self.t, self.memory
-        held = [memory.new("buffers", t.buffers(), 1), memory.new("inputs", self.ranks * t.inputs(), 1)]
+        tables = 2 * self.context * self.config.model.head_dim
+        held = [memory.new("buffers", tables, FP32), memory.new("inputs", self.ranks * self.cp * t.inputs(), 1)]
+        if self.cp > 1:
+            held.append(memory.new("inputs", self.ranks * t.inputs(), 1))  # this rank's part
         held.append(memory.new("workspace", workspace(self.config), 1))
         shards = [*self.outside.shards, *self.inside.shards * self.config.model.num_layers]
         sizes = [memory.rounded(size, 4) for size in shards]
@@ -303,10 +328,60 @@ class EngineStep(FastStep):
         tape.append(Node(self._branch_backward, ()))
         return self.new(0)
 
+    # -- context parallel ---------------------------------------------------------------------------------------------
+
+    def attention(self, q: Block, k: Block, v: Block, tape: Tape | None) -> Block:
+        """Run attention; a rank's two chunks of queries attend one after the other to keys of the whole sequence."""
+        if self.cp == 1:
+            return super().attention(q, k, v, tape)
+        keys_values = self._gathered_keys()
+        halves = [(self.new(self.rows * self.q // 2), self._half_logsumexp()) for _ in range(2)]
+        out = self.queries()
+        logsumexps = [lse for _, lse in halves]
+        del halves, keys_values
+        if tape is not None:
+            tape.append(Node(self._context_backward, (q, k, v, out, *logsumexps)))
+        return out
+
+    def _rotary_rows(self) -> list[Block]:
+        """Allocate the rows of the rotary tables for this rank's part of the sequence, which all blocks save."""
+        return [self.new(self.context // self.cp * self.config.model.head_dim, 4) for _ in range(2)]
+
+    def _half_logsumexp(self) -> Block:
+        return self.memory.new(self.label, self.t.logsumexp() // 2, 1)
+
+    def _of_keys(self, share: float = 1.0) -> Block:
+        """Allocate keys and values, or their gradients, of a share of the whole sequence."""
+        return self.new(round(share * 2 * self.cp * self.rows * self.kv))
+
+    def _gathered_keys(self) -> Block:
+        own, by_rank, flipped, found = self._of_keys(1 / self.cp), self._of_keys(), self._of_keys(0.5), self._of_keys()
+        del own, by_rank, flipped
+        return found
+
+    def _context_backward(self, *saved: Block) -> None:
+        grad, keys_values = self.take_grad(), self._gathered_keys()
+        gradients = self._of_keys()
+        found: list[Block] = []
+        last: tuple[Block, ...] = ()
+        for end in (0.5 / self.cp, 1.0):  # the shares of the keys that the first rank's two chunks see
+            found.append(self.new(self.rows * self.q // 2))
+            last = (self._of_keys(end / 2), self._of_keys(end / 2))
+        flipped, stacked = self._of_keys(0.5), self._of_keys()
+        del flipped
+        by_rank = self._of_keys()
+        del stacked
+        own = self._of_keys(1 / self.cp)
+        del by_rank
+        self.head_grads += [self.queries(), own, own]
+        del grad, keys_values, gradients, last
+
     # -- embedding, head and loss -------------------------------------------------------------------------------------
 
     def _forward(self, tape: Tape | None) -> Block | None:
         self._pre_forward(self.root)
+        if self.cp > 1:
+            self.rotary_rows = self._rotary_rows()
         if self.ranks > 1:
             found, copy, part = self._whole(self.rw), self._whole(self.rw), self.stream(self.rw)
             del found, copy, part
@@ -360,6 +435,7 @@ class EngineStep(FastStep):
         self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
+        self.rotary_rows.clear()
         table = self.config.model.vocab_size * self.d
         if self.ranks > 1:
             received = self._whole(self.rw)
@@ -370,6 +446,8 @@ class EngineStep(FastStep):
         self.grad_x = self.grad = None
         if self.sharded:
             self.root.gradients.append(found if self.ranks == 1 else self.new(table // self.ranks))
+            if self.config.model.tied_embeddings and self.ranks > 1:
+                self.new(table // self.ranks)  # the sum with the head's gradient, which DTensors do not add in place
             del found
             self._post_backward(self.root)
             self.reduced = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.engine_memory import engine_peak
+from cs336_systems.predict.engine_memory import engine_peak, is_predicted
 from cs336_systems.predict.fit import FIT_MARGIN, usable_bytes
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
@@ -149,8 +149,8 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
         axes = parallel.axes(world_size)
         gradients = GRADIENT_BYTES * weights * axes.dp_replicate / world_size
         # Without shards the peak is that of the first micro batch, which finds no gradients.
-        accumulated = gradients if share.sequences > share.micro_batch and axes.dp_shard == 1 else 0.0
-        return Need(max(lasting, peak + waiting), lasting, math.inf if share.micro_batch % parallel.tp else accumulated)
+        accumulates = share.sequences > share.micro_batch and axes.of_weights.dp_shard == 1
+        return Need(max(lasting, peak + waiting), lasting, gradients if accumulates else 0.0)
     splits_weights = parallel.engine == "torch" or (parallel.wrapper == "fsdp" and not packs)
     if splits_weights or run.compile or run.memory_budget or settings.data.pack == "documents":
         return Need(lasting, lasting, math.inf)
@@ -158,19 +158,19 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
 
 
 def _engine_peak(settings: TrainSettings, run: RunConfig, share: Share, world_size: int) -> int | None:
-    """Return the peak of a step on a rank of torch's engine, or without shards that of its first micro batch. Micro
-    batches are rounded down to a multiple of `tp` sequences. None: it is not predicted."""
+    """Return the peak of a step on a rank of torch's engine, or without shards that of its first micro batch. None: it
+    is not predicted."""
     if settings.parallel.engine == "ours":
         return None
     mesh = settings.parallel.axes(world_size)
-    each = run.batch_size // mesh.tp
     is_known = run.precision in ("fp32", "bf16") and run.attention in ("auto", "reference", "sdpa")
     is_known = is_known and run.device_type == "cuda" and settings.data.pack == "none"
-    is_sharded = mesh.dp_shard > 1 or run.fast == "off"  # fused kernels are predicted under fully_shard only
-    if not (is_known and is_sharded and mesh.pp == mesh.cp == 1 and each):
+    is_sharded = mesh.of_weights.dp_shard > 1
+    has_kernels = is_sharded or run.fast == "off"  # fused kernels are predicted under fully_shard only
+    if not (is_known and has_kernels and is_predicted(run, mesh, share.micro_batch)):
         return None
-    micro_batches = share.sequences // share.micro_batch if mesh.dp_shard > 1 else 1
-    return engine_peak(dataclasses.replace(run, batch_size=each), mesh, micro_batches)
+    micro_batches = share.sequences // share.micro_batch if is_sharded else 1
+    return engine_peak(run, mesh, micro_batches, share.micro_batch)
 
 
 def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: int, memory: Memory) -> str:

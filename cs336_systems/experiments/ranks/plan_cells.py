@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cs336_systems.commands import flags_named
 from cs336_systems.config import OPTIMIZER_STATES, ModelConfig, RunConfig, UserError, flag, flag_like
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.engine_memory import engine_peak
+from cs336_systems.predict.engine_memory import engine_peak, is_predicted
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card, shown_name
 from cs336_systems.predict.memory_model import estimate
@@ -246,13 +246,15 @@ def peak_on_engine(config: Mapping[str, Any], plan: Plan) -> int | None:
     is not predicted."""
     run, strategy = run_of(config, plan.strategy), plan.strategy
     is_fused_by_ours = run.fast != "off" and not plan.is_on_engine
-    is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and not is_fused_by_ours
+    group = strategy.tensor * strategy.context
+    stages = (0, 3) if strategy.context == 1 else (3,)
+    is_run = strategy.stage in stages and strategy.group == group and not (strategy.ring or is_fused_by_ours)
     is_split = all(getattr(run.model, name) % strategy.tensor == 0 for name in SPLIT_BY_TP)
     is_known = run.mode == "train-step" and run.precision in ("fp32", "bf16") and config["count"] == "transformer"
-    if not (is_run and is_split and is_known) or run.batch_size % plan.micro_batches:
+    mesh, (sequences, rest) = mesh_of(plan), divmod(run.batch_size * group, plan.micro_batches)
+    if not (is_run and is_split and is_known) or rest or not is_predicted(run, mesh, sequences):
         return None
-    own = replace(run, batch_size=run.batch_size // plan.micro_batches)
-    return engine_peak(own, mesh_of(plan), plan.micro_batches)
+    return engine_peak(run, mesh, plan.micro_batches, sequences)
 
 
 def needed_memory(config: Mapping[str, Any], plan: Plan) -> float:

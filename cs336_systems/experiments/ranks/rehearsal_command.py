@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cs336_systems.config import ModelConfig, RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.layout_times import WAITING
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
-from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.engine_memory import engine_estimate, is_predicted
 from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.gpus import find_card, shown_name
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -97,7 +97,7 @@ class Rehearsed(NamedTuple):
     found: "Rehearsal"
     plan: Plan
     peak: int | None
-    """The predicted peak of the rank; None for context parallel, which has no prediction."""
+    """The predicted peak of the rank; None with `cp` and reference attention."""
 
 
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
@@ -110,8 +110,10 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     from cs336_systems.measure.rehearsal import rehearse
 
     on_gpu = torch.cuda.is_available() and not arguments.trace
-    peak = engine_estimate(config, arguments.mesh).peak if arguments.cp == 1 else None
-    return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
+    mesh = arguments.mesh
+    sequences = of_replica(config, mesh).batch_size
+    peak = engine_estimate(config, mesh, sequences).peak if is_predicted(config, mesh, sequences) else None
+    return Rehearsed(rehearse(config, mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
 
 
 def _require_size(mesh: Mesh, model: ModelConfig) -> None:

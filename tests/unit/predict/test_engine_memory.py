@@ -132,6 +132,39 @@ def test_fused_kernels_under_fully_shard_have_the_traced_peak(seed):
     assert predicted.peak - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh)
 
 
+def random_split_layout(seed: int) -> tuple[RunConfig, Mesh, int]:
+    """Return a layout whose ranks share sequences, and the number of sequences of such a group."""
+    pick = random.Random(seed).choice
+    mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((1, 1, 2, 3)), cp=pick((2, 4)), tp=pick((1, 1, 2)))
+    heads = pick((4, 8))
+    width = heads * pick((16, 32))
+    model = ModelConfig(
+        vocab_size=pick((512, 1000, 2048)),
+        context_length=pick((256, 512)),
+        d_model=width,
+        num_layers=pick((1, 2, 3)),
+        num_heads=heads,
+        d_ff=3 * width + pick((0, 16, 32)),
+        num_kv_heads=pick((0, 2)),
+        qkv_bias=pick((False, True)),
+        qk_norm=pick((False, True)),
+        tied_embeddings=pick((False, True)),
+    )
+    fields = {"precision": pick(("fp32", "bf16")), "checkpoint_blocks": pick((0, 0, 1, 2))}
+    sequences = pick((1, mesh.cp * mesh.tp, 2 * mesh.cp * mesh.tp))
+    return replace(RUN, model=model, attention="auto", **fields), mesh, sequences
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_share_sequences_have_the_traced_peak(seed):
+    run, mesh, sequences = random_split_layout(seed)
+    with mock.patch.object(rehearsal, "of_replica", lambda config, mesh: replace(config, batch_size=sequences)):
+        found = rehearsal.rehearse(run, mesh, 0, on_gpu=False)
+    fixed = workspace(run)
+    predicted = engine_estimate(run, mesh, sequences).peak
+    assert predicted - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh, sequences)
+
+
 @pytest.mark.parametrize("fast", ["off", "kernels,loss"])
 @pytest.mark.parametrize("group", [0, 1])
 def test_later_micro_batches_find_the_shards_of_gradients(fast, group):

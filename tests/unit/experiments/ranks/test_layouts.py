@@ -21,7 +21,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
     required_axes,
     total,
 )
-from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.engine_memory import engine_estimate, engine_peak
 from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.report.cells import CellView
@@ -47,14 +47,20 @@ def test_a_layout_that_torchs_engine_runs_has_its_peak():
     arguments = replace(ARGUMENTS, size="large", strategy=strategies)
     config = plan_config(arguments)
     found = {metric.variant: metric.samples for metric in measure_plan(config) if metric.name == "engine_peak_memory"}
+    run, split = RunConfig.of(config), Mesh(dp_shard=4, cp=2)
     meshes = {
         "dp": Mesh(dp_replicate=8),
         "zero3+tp2": Mesh(dp_shard=4, tp=2),
         "zero3+replicate2": Mesh(dp_replicate=2, dp_shard=4),
     }
-    assert found == {name: [engine_estimate(RunConfig.of(config), mesh).peak] for name, mesh in meshes.items()}
+    # Ranks that split sequences share one in each micro batch, so that there are two for each sequence of a GPU.
+    of_context = engine_peak(run, split, 2 * run.batch_size, 1)
+    assert found == {
+        **{name: [engine_estimate(run, mesh).peak] for name, mesh in meshes.items()},
+        "zero3+cp2": [of_context],
+    }
     shown = [row[7] for row in tables_of(arguments)[0].rows]
-    assert [cell == "-" for cell in shown] == [False, True, False, True, True, False]
+    assert [cell == "-" for cell in shown] == [False, True, False, False, True, False]
 
 
 def test_layouts_of_torchs_engine_fit_by_its_peak():

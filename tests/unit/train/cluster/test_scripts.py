@@ -360,7 +360,7 @@ EIGHT_BILLION = "-- train --data /shared/tokens.bin --output /shared/run --size 
         ("h100", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu h100 has 79.2 GiB"),
         ("h200", "--parallel ddp", ""),
         ("h100", "--parallel fsdp", ""),
-        ("h100", "--engine torch --tp 8 --context_length 8192", "predicted to fit with --checkpoint_blocks 1"),
+        ("h100", "--engine torch --tp 8 --context_length 8192", "predicted to fit with --micro_batch_size 4"),
         ("h100", "--engine torch --tp 8 --context_length 8192 --checkpoint_blocks 1", ""),
         ("80GB", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu 80GB has 74.5 GiB"),
         ("h1000", "", "unknown --gpu 'h1000' (did you mean 'h100'?)"),
