@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -102,16 +103,17 @@ def test_buckets_are_as_large_as_the_gradients():
     assert engine_estimate(RUN, mesh).parts[BUCKETS] == pytest.approx(allocated, rel=1e-3)
 
 
-def random_fused_layout(seed: int) -> tuple[RunConfig, Mesh]:
-    pick = random.Random(seed).choice
-    mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((2, 3, 8)))
+def random_family(
+    pick: Any, vocabularies: tuple[int, ...], contexts: tuple[int, ...], layers: tuple[int, ...]
+) -> ModelConfig:
+    """Return a model with some of the features of Llama and Qwen."""
     heads = pick((4, 8))
     width = heads * pick((16, 32))
-    model = ModelConfig(
-        vocab_size=pick((1000, 2048, 40_001)),
-        context_length=pick((32, 64, 128)),
+    return ModelConfig(
+        vocab_size=pick(vocabularies),
+        context_length=pick(contexts),
         d_model=width,
-        num_layers=pick((1, 2, 5)),
+        num_layers=pick(layers),
         num_heads=heads,
         d_ff=3 * width + pick((0, 16, 32)),
         num_kv_heads=pick((0, 2)),
@@ -119,6 +121,12 @@ def random_fused_layout(seed: int) -> tuple[RunConfig, Mesh]:
         qk_norm=pick((False, True)),
         tied_embeddings=pick((False, True)),
     )
+
+
+def random_fused_layout(seed: int) -> tuple[RunConfig, Mesh]:
+    pick = random.Random(seed).choice
+    mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((2, 3, 8)))
+    model = random_family(pick, (1000, 2048, 40_001), (32, 64, 128), (1, 2, 5))
     fields = {"batch_size": pick((1, 2, 64)), "precision": pick(("fp32", "bf16")), "checkpoint_blocks": pick((0, 1, 2))}
     return replace(RUN, model=model, attention="auto", fast=pick(("kernels", "kernels,loss")), **fields), mesh
 
@@ -136,20 +144,7 @@ def random_split_layout(seed: int) -> tuple[RunConfig, Mesh, int]:
     """Return a layout whose ranks share sequences, and the number of sequences of such a group."""
     pick = random.Random(seed).choice
     mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((1, 1, 2, 3)), cp=pick((2, 4)), tp=pick((1, 1, 2)))
-    heads = pick((4, 8))
-    width = heads * pick((16, 32))
-    model = ModelConfig(
-        vocab_size=pick((512, 1000, 2048)),
-        context_length=pick((256, 512)),
-        d_model=width,
-        num_layers=pick((1, 2, 3)),
-        num_heads=heads,
-        d_ff=3 * width + pick((0, 16, 32)),
-        num_kv_heads=pick((0, 2)),
-        qkv_bias=pick((False, True)),
-        qk_norm=pick((False, True)),
-        tied_embeddings=pick((False, True)),
-    )
+    model = random_family(pick, (512, 1000, 2048), (256, 512), (1, 2, 3))
     fields = {"precision": pick(("fp32", "bf16")), "checkpoint_blocks": pick((0, 0, 1, 2))}
     sequences = pick((1, mesh.cp * mesh.tp, 2 * mesh.cp * mesh.tp))
     return replace(RUN, model=model, attention="auto", **fields), mesh, sequences
