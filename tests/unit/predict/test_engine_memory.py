@@ -103,9 +103,10 @@ def test_buckets_are_as_large_as_the_gradients():
     assert engine_estimate(RUN, mesh).parts[BUCKETS] == pytest.approx(allocated, rel=1e-3)
 
 
-def random_family(
-    pick: Any, vocabularies: tuple[int, ...], contexts: tuple[int, ...], layers: tuple[int, ...]
-) -> ModelConfig:
+Sizes = tuple[int, ...]
+
+
+def random_family(pick: Any, vocabularies: Sizes, contexts: Sizes, layers: Sizes) -> ModelConfig:
     """Return a model with some of the features of Llama and Qwen."""
     heads = pick((4, 8))
     width = heads * pick((16, 32))
