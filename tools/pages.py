@@ -33,7 +33,7 @@ CHARTS = {
     "fast-step-3": "fast-step-3",
 }
 """Name of a picture in docs/images -> name of its chart."""
-SHOTS = {"report": ("h200", 1240, 1010), "training": ("training", 1240, 1010)}
+SHOTS = {"report": ("h200", 1240, 1075), "training": ("training", 1240, 1010)}
 """Name of a picture of a page -> its folder in the site, width and height of the window; light and dark."""
 
 
