@@ -44,7 +44,7 @@ splits that add 1 to the latter."""
 MAX_SPLIT_ROUNDS = 4
 """Maximum number of rounds of split programs on all multiprocessors: each program needs scratch memory."""
 PARTS_PER_COMBINE_COST = 30
-"""The same number where the heads of a group are split."""
+"""As SPLITS_PER_COMBINE_COST, for programs that share the heads of a group."""
 ONE_HEAD = 0.83
 """Relative time of a tile where a program visits one head, for head dims below 128: the loops over several heads need
 more registers there than there are."""
@@ -89,7 +89,7 @@ def _parts_of_group(group: int, is_narrow: bool, tiles: tuple[int, ...], kv_head
         return of_tile(parts) * _end(group, parts, tiles, kv_heads, multiprocessors) + combining(parts)
 
     most = MAX_HEAD_ROUNDS * multiprocessors
-    costs = {parts: cost(parts) for parts in range(1, group + 1) if parts == 1 or units * parts <= most}
+    costs = {parts: cost(parts) for parts in numbers_of_parts(group) if parts == 1 or units * parts <= most}
     least = min(costs.values())
     if least > (1 - LEAST_SAVING) * costs[1]:
         return 1
@@ -105,6 +105,12 @@ def _end(group: int, parts: int, tiles: Sequence[int], kv_heads: int, multiproce
         for number in heads * kv_heads:
             heapq.heapreplace(free, free[0] + number * block + START_COST)
     return max(free)
+
+
+def numbers_of_parts(group: int) -> list[int]:
+    """Return the numbers of parts that make sense: the fewest for each size of the largest part. Of four heads, three
+    parts would take as long as two."""
+    return sorted({-(-group // heads) for heads in range(1, group + 1)})
 
 
 def heads_of_part(group: int, parts: int) -> int:

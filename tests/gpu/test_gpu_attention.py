@@ -182,6 +182,7 @@ PARTS = [
     (grouped(64, 7), 3),
     (grouped(80, 3), 2),
     (grouped(96, 5), 2),
+    (grouped(128, 8), 3),
     *((grouped(128, 7), parts) for parts in (2, 3, 4, 7)),
     (Case(700, 1300, 128, is_causal="bottom-right", heads=7, kv_heads=1), 4),
     (Case(60, 60, 128, is_causal=True, heads=14, kv_heads=2), 3),

@@ -31,6 +31,7 @@ from cs336_systems.predict.attention_programs import (
     SPLITS_PER_COMBINE_COST,
     START_COST,
     heads_of_part,
+    numbers_of_parts,
     padded_head_dim,
     parts_of_group,
     sees_few_keys,
@@ -215,6 +216,7 @@ class Problem:
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
         parts = self._parts_of_group(blocks, queries)
+        assert parts in numbers_of_parts(self.group), "the kernel knows from its largest part whether parts are equal"
         if parts > 1:
             split = Split(blocks * all_heads, 0, parts)
         else:

@@ -241,30 +241,36 @@ def test_queries_that_see_few_keys_have_small_programs(length, d, band, is_small
 
 
 @needs_gluon
-@pytest.mark.parametrize(("batch", "group"), [(1, 4), (2, 4), (8, 4), (1, 7), (8, 7), (1, 5)])
-def test_the_heads_of_a_group_are_divided_among_programs(batch, group):
-    """Mirrors the kernel's `split_of_program` and `part_of`: each query head of a block of keys has one program."""
+@pytest.mark.parametrize("length", [1000, 2048, 6400])
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 6, 7, 8, 12])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (1, 2), (1, 4), (8, 4)])
+def test_the_heads_of_a_group_are_divided_among_programs(batch, kv_heads, group, length):
+    """Mirrors `split_of_program`, `part_of` and the kernel's choice between equal and unequal parts: each query head of
+    a block of keys has one program."""
     from cs336_systems.kernels.flash.hopper_launch import KEYS, Problem
 
-    k = torch.empty(batch, 4, 2048, 128, dtype=torch.bfloat16, device="meta")
-    q = torch.empty(batch, 4 * group, 2048, 128, dtype=torch.bfloat16, device="meta")
-    parts = parts_of_group(group, 128, causal_tiles(2048, 128), batch * 4, 132)
+    k = torch.empty(batch, kv_heads, length, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(batch, kv_heads * group, length, 128, dtype=torch.bfloat16, device="meta")
+    parts = parts_of_group(group, 128, causal_tiles(length, 128), batch * kv_heads, 132)
     plans = Problem(q, k, k, CAUSAL).plan_backward(q, k, k, q, q, q, k, k)
     *_, unsplit, splits = plans.main.after[: plans.main.after.index(True)]
-    assert plans.main.after[-2:] == (group, heads_of_part(group, parts))
-    assert (plans.split is None) == (parts == 1)
-    units = batch * 4 * 2048 // KEYS
+    assert plans.main.after[-2:] == (group, heads_of_part(group, parts)), "predicted times count the same programs"
+    largest, units = plans.main.after[-1], batch * kv_heads * -(-length // KEYS)
+    assert (plans.split is None) == (largest == group)
     assert plans.main.programs == units * parts
-    if plans.split is not None:
-        assert (unsplit, splits) == (0, parts)
-        assert plans.split.numbers == plans.main.programs * 2 * KEYS * 128
-        visited: list[int] = []
-        for program in range(plans.main.programs):
-            part = program % splits
-            heads = range(group * part // splits, group * (part + 1) // splits)
-            assert 1 <= len(heads) <= heads_of_part(group, parts)
-            visited += heads
-        assert sorted(visited) == sorted(list(range(group)) * units)
+    if plans.split is None:
+        return
+    assert (unsplit, splits) == (0, parts)
+    assert plans.split.numbers == plans.main.programs * 2 * KEYS * 128
+    visited: list[int] = []
+    for part in (program % splits for program in range(plans.main.programs)):
+        if group % largest != 0:
+            first, count = group * part // splits, group * (part + 1) // splits - group * part // splits
+        else:
+            first, count = part * largest, largest
+        assert 1 <= count <= largest
+        visited += range(first, first + count)
+    assert sorted(visited) == sorted(list(range(group)) * units)
 
 
 # -- packed documents --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from cs336_systems.predict.attention_programs import (
     QUERIES,
     causal_tiles,
     heads_of_part,
+    numbers_of_parts,
     parts_of_group,
     sees_few_keys,
 )
@@ -63,15 +64,20 @@ def test_the_choice_is_the_fastest_that_was_measured(shape):
 def test_groups_are_split_within_the_memory(length, kv_heads, group):
     tiles = causal_tiles(length, 128)
     parts = parts_of_group(group, 128, tiles, kv_heads, SMS)
-    assert 1 <= parts <= group
+    assert parts in numbers_of_parts(group)
     assert parts == 1 or len(tiles) * kv_heads * parts <= MAX_HEAD_ROUNDS * SMS
 
 
-@pytest.mark.parametrize("group", range(1, 13))
+@pytest.mark.parametrize("group", range(1, 65))
 def test_parts_are_almost_equal(group):
-    for parts in range(1, group + 1):
+    """The kernel takes parts for equal ones if the largest divides the group."""
+    for parts in numbers_of_parts(group):
         largest = heads_of_part(group, parts)
         assert (largest - 1) * parts < group <= largest * parts
+        assert (group % largest == 0) == (largest * parts == group)
+    assert {heads_of_part(group, parts) for parts in numbers_of_parts(group)} == {
+        heads_of_part(group, parts) for parts in range(1, group + 1)
+    }
 
 
 def test_many_programs_are_not_split():
