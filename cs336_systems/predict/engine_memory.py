@@ -10,6 +10,8 @@ as `fast_memory` does for one GPU. Tests compare it with traces of the real oper
   stream is fp32.
 - `tp`: matmuls that split columns save their input gathered over the sequence. Each collective along the sequence
   copies what it sends or what it receives.
+- `cp`: keys and values of the whole sequence are gathered for one layer at a time, in forward and in backward.
+  Reordering them from rank order to sequence order briefly takes 2.5 times their size.
 - `dp_replicate` alone is DistributedDataParallel, whose buckets hold a copy of all gradients.
 """
 
@@ -28,19 +30,19 @@ BUCKETS = "gradient buckets"
 FP32 = 4
 
 
-def is_predicted(config: RunConfig, mesh: Mesh, sequences: int) -> bool:
-    """Return True if the peak of this layout can be simulated, with that many sequences in a group of `cp` x `tp`
-    ranks."""
+def is_predicted(config: RunConfig, mesh: Mesh, sequences: int | None = None) -> bool:
+    """Return True if `engine_estimate` can simulate this layout."""
     group = mesh.cp * mesh.tp
     if mesh.cp > 1:  # torch's kernels need a mask for queries at the end of the keys
         return mesh.pp == 1 and config.attention == "auto"
-    return mesh.pp == 1 and (sequences % group == 0 or config.attention != "reference")
+    return mesh.pp == 1 and ((sequences or group) % group == 0 or config.attention != "reference")
 
 
 def engine_estimate(config: RunConfig, mesh: Mesh, sequences: int | None = None) -> MemoryEstimate:
     """Return the peak of a training step on the first rank of `mesh`, whose shards are the largest.
 
-    A group of `cp` x `tp` ranks processes `sequences`, or that many times the batch of `config`. `pp` must be 1.
+    `sequences`: those that a group of `cp` x `tp` ranks processes together; by default `cp` x `tp` times the batch of
+    `config`. `pp` must be 1.
     """
     memory = EngineStep(config, mesh, sequences).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}

@@ -89,11 +89,22 @@ def ran_out(settings: TrainSettings, device: str, world_size: int, memory: Memor
     """Return the error for a step that ran out of memory although it was not refused."""
     run, share = settings.run_config(device, world_size), _share(settings, world_size)
     need = _need(settings, run, share, world_size)
+    if math.isinf(need.uncertain):
+        there = f"and {memory.owner} has {memory.capacity / GIB:,.1f} GiB"
+        return UserError(f"out of memory: what a step needs is not predicted here, {there}; {_attempt(run, share)}")
     others = "; other programs may use it, too: nvidia-smi lists them" if memory.surely_holds(need) else ""
     advice = _way_out(settings, run, share, world_size, memory)
-    return UserError(
-        f"out of memory: a step of this model is predicted to need {_compared(need, memory)}{others}; {advice}"
-    )
+    predicted = f"a step of this model is predicted to need {_compared(need, memory)}"
+    return UserError(f"out of memory: {predicted}{others}; {advice}")
+
+
+def _attempt(run: RunConfig, share: Share) -> str:
+    """Return what to try where nothing is predicted."""
+    flags = [f"--micro_batch_size {own.micro_batch}" for own in list(_smaller(share))[1:2]]
+    with contextlib.suppress(UserError):  # recomputation that this configuration does not support
+        if dataclasses.replace(run, checkpoint_blocks=1) != run:
+            flags.append("--checkpoint_blocks 1")
+    return f"try {' or '.join([*flags, 'a smaller --size'])}"
 
 
 def _compared(need: Need, memory: Memory) -> str:

@@ -36,6 +36,7 @@ from cs336_systems.step.updates import Update
 from cs336_systems.text import counted
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
+from cs336_systems.train.checkpoint_files import checkpoints_in
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.enough_memory import Memory, ran_out, require_batch, require_memory
 from cs336_systems.train.fp8_watch import Fp8Watch
@@ -101,11 +102,15 @@ def _require_possible(settings: TrainSettings, rank: Rank) -> None:
 
 @contextlib.contextmanager
 def _memory_errors(settings: TrainSettings, rank: Rank) -> Iterator[None]:
-    """Turn a GPU's lack of memory into an error that says what would fit."""
+    """Turn a GPU's lack of memory into an error that says what would fit: of the user, or where steps have already
+    been saved, of this rank, which another attempt may resume."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ran_out(settings, str(rank.device), rank.world_size, _memory(rank)) from error
+        found = ran_out(settings, str(rank.device), rank.world_size, _memory(rank))
+        if checkpoints_in(settings.folder / CHECKPOINTS):
+            raise RankError(str(found)) from error
+        raise found from error
 
 
 def _memory(rank: Rank) -> Memory:

@@ -97,7 +97,7 @@ class Rehearsed(NamedTuple):
     found: "Rehearsal"
     plan: Plan
     peak: int | None
-    """The predicted peak of the rank; None with `cp` and reference attention."""
+    """The predicted peak of the rank; None with `cp` and any attention but `auto`."""
 
 
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
@@ -111,8 +111,7 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
 
     on_gpu = torch.cuda.is_available() and not arguments.trace
     mesh = arguments.mesh
-    sequences = of_replica(config, mesh).batch_size
-    peak = engine_estimate(config, mesh, sequences).peak if is_predicted(config, mesh, sequences) else None
+    peak = engine_estimate(config, mesh).peak if is_predicted(config, mesh) else None
     return Rehearsed(rehearse(config, mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
 
 
@@ -256,6 +255,11 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
         Text(
             "peak: all tensors of a step and cuBLAS workspaces; predicted as torch's engine allocates and frees them",
             "峰值：一步的所有张量与 cuBLAS 工作区；预测值按 torch 引擎分配与释放张量的顺序推算",
+        )
+        if run.peak is not None
+        else Text(
+            "peak: all tensors of a step and cuBLAS workspaces; not predicted for --cp without --attention auto",
+            "峰值：一步的所有张量与 cuBLAS 工作区；--cp 搭配 --attention auto 以外的注意力时不预测",
         )
     ]
     if mesh.of_weights.dp_shard > 1:

@@ -240,12 +240,35 @@ def test_other_programs_are_named_where_the_step_should_have_fitted(data):
     assert message.endswith("it is predicted to fit with --micro_batch_size 4")
 
 
-def test_a_gpu_out_of_memory_is_one_line(data, elsewhere, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ({"compile": True, "fast": "off"}, "--micro_batch_size 4 or --checkpoint_blocks 1 or a smaller --size"),
+        ({"memory_budget": "auto"}, "--micro_batch_size 4 or a smaller --size"),
+        ({"compile": True, "fast": "off", "micro_batch_size": 1, "checkpoint_blocks": 1}, "a smaller --size"),
+    ],
+    ids=str,
+)
+def test_ways_to_try_where_nothing_is_predicted(flags, ways, data):
+    message = ran_out_of(data, gpu(80), **{"micro_batch_size": 8, **flags})
+    assert message == f"out of memory: what a step needs is not predicted here, and this GPU has 80.0 GiB; try {ways}"
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_gpu_out_of_memory_is_one_line(is_saved, data, elsewhere, capfd, monkeypatch):
+    """Before the first checkpoint the settings are wrong; later the run may be resumed."""
+
     def fail(trainer):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.16 GiB.")
 
+    words = ["train", "--data", data, "--size", "tiny", "--device", "cpu", "--context_length", "16", "--steps", "1"]
+    words += ["--validation_share", "0.5", "--output", "out"]
+    if is_saved:
+        assert main(words) == 0
+        words[words.index("--steps") + 1] = "2"
+    capfd.readouterr()
     monkeypatch.setattr(Trainer, "run", fail)
-    words = ["train", "--data", data, "--size", "tiny", "--device", "cpu", "--context_length", "16"]
-    assert main([*words, "--validation_share", "0.5", "--output", "out"]) == 2
+    assert main(words) == (1 if is_saved else 2)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
     assert line.startswith("cs336 train: out of memory: a step of this model is predicted to need 0.")
+    assert line.endswith("; the same command resumes from the last checkpoint") == is_saved
