@@ -7,6 +7,7 @@ import functools
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # -- forward ----------------------------------------------------------------------------------------------------------
 
@@ -48,6 +49,8 @@ PARTS_PER_COMBINE_COST = 30
 ONE_HEAD = 0.83
 """Relative time of a tile where a program visits one head, for head dims below 128: the loops over several heads need
 more registers there than there are."""
+MAX_SPLITS = 16
+"""Maximum number of splits of a unit of work."""
 MAX_HEAD_ROUNDS = 8
 """Maximum number of rounds where the heads of a group are split: 138 MB of scratch memory with a head dim of 128, on an
 H200."""
@@ -123,3 +126,61 @@ def causal_tiles(length: int, head_dim: int) -> list[int]:
     queries = QUERIES[padded_head_dim(head_dim)]
     blocks = math.ceil(length / queries)
     return [blocks - column // queries for column in range(0, length, KEYS)]
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
+"""Bytes that the heads of a section may read or update repeatedly; with more they evict each other from L2."""
+
+
+@functools.lru_cache(maxsize=4096)
+def heads_of_section(heads: int, blocks: int, fit: int, least: int) -> int:
+    """Return the number of heads whose programs run concurrently: a divisor of all heads, with at least `least` blocks,
+    as close as possible to the number that fits the cache."""
+    small = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
+    large = [own for number in small for own in (number, heads // number) if own * blocks >= least] or [heads]
+    return min(sorted(large), key=lambda own: max(own, fit) / min(own, max(fit, 1)))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Assignment of equally long units of work to programs: each of the first `unsplit` units has one program."""
+
+    units: int
+    unsplit: int
+    splits: int
+    """Programs per unit for the other units."""
+
+    @property
+    def split_units(self) -> int:
+        return self.units - self.unsplit
+
+    @property
+    def programs(self) -> int:
+        return self.unsplit + self.split_units * self.splits
+
+
+def even_end(units: int, tiles: int, multiprocessors: int, min_saving: float) -> Split:
+    """Return the split of units of `tiles` tiles with which all multiprocessors finish at about the same time.
+
+    Without splitting, 1.1 times as many units as multiprocessors take twice as long as exactly as many.
+    """
+
+    def cost(split: Split) -> int:
+        """Return the estimated time in tiles, as if all programs of a round began together."""
+        split_programs = split.split_units * split.splits
+        rounds, split_rounds = (-(-n // multiprocessors) for n in (split.unsplit, split_programs))
+        combining = COMBINE_COST + split_programs // SPLITS_PER_COMBINE_COST if split.split_units else 0
+        split_tiles = -(-tiles // split.splits)
+        return rounds * (tiles + START_COST) + split_rounds * (split_tiles + START_COST) + combining
+
+    uncut, rounds = Split(units, units, 1), units // multiprocessors
+    candidates = [
+        Split(units, whole * multiprocessors, splits)
+        for whole in range(rounds, max(rounds - 2, -1), -1)
+        for splits in range(2, min(MAX_SPLITS, tiles) + 1)
+    ]
+    small = [split for split in candidates if split.split_units * split.splits <= MAX_SPLIT_ROUNDS * multiprocessors]
+    best = min([uncut, *small], key=cost)
+    return best if cost(best) <= (1 - min_saving) * cost(uncut) else uncut

@@ -24,13 +24,13 @@ from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
 from cs336_systems.kernels.flash.packing import Blocks, PackedMask, Packing, most_blocks
 from cs336_systems.kernels.triton_compat import TensorDescription
 from cs336_systems.predict.attention_programs import (
-    COMBINE_COST,
     KEYS,
-    MAX_SPLIT_ROUNDS,
+    L2_SHARE,
     QUERIES,
-    SPLITS_PER_COMBINE_COST,
-    START_COST,
+    Split,
+    even_end,
     heads_of_part,
+    heads_of_section,
     numbers_of_parts,
     padded_head_dim,
     parts_of_group,
@@ -38,8 +38,6 @@ from cs336_systems.predict.attention_programs import (
 )
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
-"""Bytes that the heads of a section may read or update repeatedly; with more they evict each other from L2."""
 ROUNDS = {"forward": 0, "backward": 2}
 """Minimum number of rounds of programs, on all multiprocessors, that a section has with a causal mask: the longest
 programs are the first of their section, and those of the last section should not be among the last ones."""
@@ -94,8 +92,6 @@ SHORT = {
 """Launch parameters for queries that see few keys: several small programs on an SM."""
 IN_ORDER = Blocks(FINISHED, False, "AS_PACKED")
 """Blocks of queries in the order of scratch memory, each document padded to a multiple of FINISHED."""
-MAX_SPLITS = 16
-"""Maximum number of splits of a unit of work."""
 MIN_SAVING = {"forward": 0.01, "backward": 0.04}
 """Minimum relative saving that justifies splitting. Backward is 1% slower as a kernel that can split, even where
 nothing is split."""
@@ -270,7 +266,7 @@ class Problem:
         least = ROUNDS[kernel] * _multiprocessors(self.device) if self.causal else 0
         return order(blocks, self.batch, heads, L2_SHARE[kernel] // head_bytes, least)
 
-    def _split(self, kernel: str, units: int, tiles: int, residents: int = 1) -> "Split":
+    def _split(self, kernel: str, units: int, tiles: int, residents: int = 1) -> Split:
         # With a causal mask the last programs are the shortest, and all multiprocessors finish together.
         if self.causal or self.lo is not None:
             return Split(units, units, 1)
@@ -486,52 +482,6 @@ def _tiles_cut(own: int, visited: int, shift: int) -> int:
     return max(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, max(own, visited), own))
 
 
-# -- splitting units of work ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Split:
-    """Assignment of equally long units of work to programs: each of the first `unsplit` units has one program."""
-
-    units: int
-    unsplit: int
-    splits: int
-    """Programs per unit for the other units."""
-
-    @property
-    def split_units(self) -> int:
-        return self.units - self.unsplit
-
-    @property
-    def programs(self) -> int:
-        return self.unsplit + self.split_units * self.splits
-
-
-def even_end(units: int, tiles: int, multiprocessors: int, min_saving: float) -> Split:
-    """Return the split of units of `tiles` tiles with which all multiprocessors finish at about the same time.
-
-    Without splitting, 1.1 times as many units as multiprocessors take twice as long as exactly as many.
-    """
-
-    def cost(split: Split) -> int:
-        """Return the estimated time in tiles, as if all programs of a round began together."""
-        split_programs = split.split_units * split.splits
-        rounds, split_rounds = (triton.cdiv(n, multiprocessors) for n in (split.unsplit, split_programs))
-        combining = COMBINE_COST + split_programs // SPLITS_PER_COMBINE_COST if split.split_units else 0
-        split_tiles = triton.cdiv(tiles, split.splits)
-        return rounds * (tiles + START_COST) + split_rounds * (split_tiles + START_COST) + combining
-
-    uncut, rounds = Split(units, units, 1), units // multiprocessors
-    candidates = [
-        Split(units, whole * multiprocessors, splits)
-        for whole in range(rounds, max(rounds - 2, -1), -1)
-        for splits in range(2, min(MAX_SPLITS, tiles) + 1)
-    ]
-    small = [split for split in candidates if split.split_units * split.splits <= MAX_SPLIT_ROUNDS * multiprocessors]
-    best = min([uncut, *small], key=cost)
-    return best if cost(best) <= (1 - min_saving) * cost(uncut) else uncut
-
-
 def _multiprocessors(device: int | None) -> int:
     return 132 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -560,10 +510,7 @@ def order(blocks: int, batch: int, heads: int, fit: int, least: int = 0) -> Sche
     """Return the schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache, with at
     least so many units of work. All sections have the same size: a small last section would leave multiprocessors
     idle."""
-    all_heads = batch * heads
-    divisors = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
-    large = [n for n in divisors if n * blocks >= least] or [all_heads]
-    section = min(large, key=lambda n: max(n, fit) / min(n, max(fit, 1)))
+    section = heads_of_section(batch * heads, blocks, fit, least)
     numbers = (section * blocks, section, heads)
     return Schedule(*numbers, *(part for n in numbers for part in reciprocal(n)))
 

@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from cs336_systems.predict.attention_programs import causal_tiles, heads_of_part, padded_head_dim, parts_of_group
+from cs336_systems.predict.attention_programs import (
+    L2_SHARE,
+    causal_tiles,
+    heads_of_part,
+    heads_of_section,
+    padded_head_dim,
+    parts_of_group,
+)
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
 from cs336_systems.predict.time.step_kernels import (
     FORWARD,
@@ -71,8 +78,6 @@ KEY_TILES = {64: (128, 64), 128: (64, 64)}
 """Queries and keys of a tile in programs of keys, if these have a separate kernel."""
 KEY_TILE_TIME = 4 / 3
 """Time of a tile in a program of keys relative to one in a program of queries: four matmuls, not three."""
-SECTION_BYTES = 16 << 20
-"""Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
 UPDATE_SHARE = 0.85
 """Share of the bandwidth that updates of sums in memory reach."""
 
@@ -339,20 +344,11 @@ def _portable_tile(kernel: AttentionPass, tiles: Mapping[int, tuple[int, int]]) 
 def gradient_traffic(kernel: AttentionPass, sms: int) -> float:
     """Return the bytes that the tiles of backward move between memory and the L2 cache: queries and their gradients are
     read, and fp32 sums of dQ updated. Concurrent programs of one head share them. Only the Hopper kernels count, whose
-    sections of heads hopper_launch.order chooses."""
+    sections of heads kernels/flash/hopper_launch.py chooses."""
     if kernel.name != "backward":
         return 0.0
     blocks, group = -(-kernel.length // TILE), kernel.heads // kernel.kv_heads
     per_head = 8 * kernel.head_dim * kernel.length * group
-    section = heads_of_section(kernel.batch * kernel.kv_heads, blocks, SECTION_BYTES // per_head, 2 * sms)
+    section = heads_of_section(kernel.batch * kernel.kv_heads, blocks, L2_SHARE["backward"] // per_head, 2 * sms)
     tiles = kernel.batch * kernel.heads * blocks * (blocks + 1) / 2
     return tiles * TILE * kernel.head_dim * 12 / max(1.0, sms / section)
-
-
-@functools.lru_cache(maxsize=4096)
-def heads_of_section(heads: int, blocks: int, fit: int, least: int) -> int:
-    """Return the number of heads whose programs run concurrently: a divisor of all heads, with at least `least` blocks,
-    as close as possible to the number that fits the cache. A test compares it with kernels/flash/hopper_launch.py."""
-    small = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
-    large = [own for number in small for own in (number, heads // number) if own * blocks >= least] or [heads]
-    return min(sorted(large), key=lambda own: max(own, fit) / min(own, max(fit, 1)))

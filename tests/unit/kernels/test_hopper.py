@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.kernels import attention
@@ -109,38 +109,7 @@ def test_one_node_in_a_compiled_graph(on_a_hopper_gpu, dynamic):
 
 
 @needs_gluon
-@pytest.mark.parametrize("tiles", [1, 2, 3, 17, 256])
-@pytest.mark.parametrize("units", [1, 8, 100, 131, 132, 133, 192, 300, 704, 2048, 5000])
-def test_pieces_pay_and_take_little_memory(units, tiles):
-    from cs336_systems.kernels.flash.hopper_launch import MAX_SPLIT_ROUNDS, even_end
-
-    split = even_end(units, tiles, 132, 0.0)
-    assert split.programs == split.unsplit + (units - split.unsplit) * split.splits
-    assert 0 <= split.unsplit <= units
-    assert 1 <= split.splits <= tiles
-    if split.split_units:
-        assert split.unsplit % 132 == 0
-        assert split.split_units * split.splits <= MAX_SPLIT_ROUNDS * 132
-        # In tiles that the busiest multiprocessor goes through.
-        pieces = -(-split.split_units * split.splits // 132) * -(-tiles // split.splits)
-        assert split.unsplit // 132 * tiles + pieces < -(-units // 132) * tiles
-
-
-@needs_gluon
-def test_pieces_are_for_a_last_round_that_is_not_full():
-    from cs336_systems.kernels.flash.hopper_launch import Split, even_end
-
-    assert even_end(132, 128, 132, 0.0) == Split(132, 132, 1)
-    assert even_end(8 * 132, 128, 132, 0.0) == Split(8 * 132, 8 * 132, 1)
-    assert even_end(192, 48, 132, 0.0) == Split(192, 132, 2)
-    assert even_end(32, 64, 132, 0.0) == Split(32, 0, 4)  # all at once, as many as there are multiprocessors
-    assert even_end(32, 1, 132, 0.0) == Split(32, 32, 1)
-    few = even_end(16 * 128, 128, 132, 0.0)
-    assert few.split_units == 2048 % 132
-    assert even_end(16 * 128, 128, 132, 0.04) == Split(2048, 2048, 1)  # saves 2%
-
-
-@needs_gluon
+@settings(deadline=None)  # the first call imports Triton
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_division_by_multiplication(n, x):
     from cs336_systems.kernels.flash.hopper_launch import reciprocal

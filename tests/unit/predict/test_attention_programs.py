@@ -5,9 +5,13 @@ import pytest
 from cs336_systems.predict.attention_programs import (
     KEYS,
     MAX_HEAD_ROUNDS,
+    MAX_SPLIT_ROUNDS,
     QUERIES,
+    Split,
     causal_tiles,
+    even_end,
     heads_of_part,
+    heads_of_section,
     numbers_of_parts,
     parts_of_group,
     sees_few_keys,
@@ -98,3 +102,40 @@ RELATIVE = {
 def test_small_programs_run_where_they_were_faster(case):
     head_dim, mask, keys = case
     assert sees_few_keys(head_dim, keys, mask) == (RELATIVE[case] < 1)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 17, 256])
+@pytest.mark.parametrize("units", [1, 8, 100, 131, 132, 133, 192, 300, 704, 2048, 5000])
+def test_pieces_pay_and_take_little_memory(units, tiles):
+    split = even_end(units, tiles, 132, 0.0)
+    assert split.programs == split.unsplit + (units - split.unsplit) * split.splits
+    assert 0 <= split.unsplit <= units
+    assert 1 <= split.splits <= tiles
+    if split.split_units:
+        assert split.unsplit % 132 == 0
+        assert split.split_units * split.splits <= MAX_SPLIT_ROUNDS * 132
+        # In tiles that the busiest multiprocessor goes through.
+        pieces = -(-split.split_units * split.splits // 132) * -(-tiles // split.splits)
+        assert split.unsplit // 132 * tiles + pieces < -(-units // 132) * tiles
+
+
+def test_pieces_are_for_a_last_round_that_is_not_full():
+    assert even_end(132, 128, 132, 0.0) == Split(132, 132, 1)
+    assert even_end(8 * 132, 128, 132, 0.0) == Split(8 * 132, 8 * 132, 1)
+    assert even_end(192, 48, 132, 0.0) == Split(192, 132, 2)
+    assert even_end(32, 64, 132, 0.0) == Split(32, 0, 4)  # all at once, as many as there are multiprocessors
+    assert even_end(32, 1, 132, 0.0) == Split(32, 32, 1)
+    few = even_end(16 * 128, 128, 132, 0.0)
+    assert few.split_units == 2048 % 132
+    assert even_end(16 * 128, 128, 132, 0.04) == Split(2048, 2048, 1)  # saves 2%
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "fit", "least"), [(119, 14, 9, 264), (96, 8, 200, 0), (1, 5, 0, 264), (44, 42, 6, 0)]
+)
+def test_sections_have_a_number_of_heads_that_divides_all(heads, blocks, fit, least):
+    section = heads_of_section(heads, blocks, fit, least)
+    assert heads % section == 0
+    assert section * blocks >= min(least, heads * blocks)
+    others = [own for own in range(1, heads + 1) if heads % own == 0 and own * blocks >= least]
+    assert all(max(section, fit) * min(own, max(fit, 1)) <= max(own, fit) * min(section, max(fit, 1)) for own in others)

@@ -300,15 +300,6 @@ def test_small_tiles_wait_for_their_operands(h200):
     assert matmul_seconds(*large, at_once) == matmul_seconds(*large, h200)
 
 
-def test_sections_of_heads_are_those_of_the_launch():
-    from cs336_systems.kernels.flash import hopper_launch
-
-    assert hopper_launch.L2_SHARE["backward"] == kernel_times.SECTION_BYTES
-    for heads, blocks, fit in ((119, 14, 9), (44, 42, 6), (41, 79, 3), (4950, 3, 21), (1, 5, 0), (96, 8, 200)):
-        found = kernel_times.heads_of_section(heads, blocks, fit, 264)
-        assert found == hopper_launch.order(blocks, heads, 1, fit, 264).section
-
-
 def test_heads_that_share_nothing_wait_for_memory(h200):
     """119 heads have no divisor that fits the cache: programs that run side by side share no queries."""
     alone, shared = (AttentionPass("backward", 7, heads, heads, 1792, 128) for heads in (17, 20))
