@@ -135,12 +135,13 @@ def _replicated(model: TransformerLM) -> nn.Module:
 # -- a rehearsal ------------------------------------------------------------------------------------------------------
 
 
-def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehearsal:
-    """Run a few training steps of `rank`, whose replica processes `cp` x `tp` times the batch of `config`.
+def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool, micro_batches: int = 1) -> Rehearsal:
+    """Run a few training steps of `rank`, whose replica processes `cp` x `tp` times the batch of `config`, or one of
+    the micro batches of that.
 
     `config` is that of a GPU; without one (`on_gpu` False) its operators run on fake tensors.
     """
-    run = of_replica(config if on_gpu else replace(config, device="cpu"), mesh)
+    run = of_replica(config if on_gpu else replace(config, device="cpu"), mesh, micro_batches)
     with fake_group(rank, mesh.gpus):
         model = sharded_model(run, mesh, torch.device(run.device).type)
         if on_gpu:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.config import ModelConfig, RunConfig, UserError, arg
 
 SPLIT_BY_TP = {"num_heads": "num_heads", "num_kv_heads": "kv_heads", "context_length": "context_length"} | {
     name: name for name in ("vocab_size", "d_ff")
@@ -185,6 +185,13 @@ def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
     return sum(weight.shard(mesh, place) for weight in weights(model))
 
 
-def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the run of a group of ranks that get the same batch, which is `cp` x `tp` times that of one GPU."""
-    return replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)
+def of_replica(config: RunConfig, mesh: Mesh, micro_batches: int = 1) -> RunConfig:
+    """Return the run of a group of ranks that get the same batch, which is `cp` x `tp` times that of one GPU, divided
+    into micro batches."""
+    sequences, rest = divmod(config.batch_size * mesh.cp * mesh.tp, micro_batches)
+    if rest:
+        raise UserError(
+            f"{arg('micro_batches')} {micro_batches} does not divide the {config.batch_size * mesh.cp * mesh.tp} "
+            f"sequences of {arg('cp')} x {arg('tp')} GPUs"
+        )
+    return replace(config, batch_size=sequences)

@@ -28,6 +28,8 @@ GRADIENT_BYTES = 4
 """Bytes of a gradient, in fp32."""
 MOMENT_BYTES = 8
 """Bytes of AdamW's two moments of a weight, in fp32."""
+GROUPS = (2, 4)
+"""Blocks of a recomputed group that save more memory than one where activations are large."""
 LARGEST_BATCH = 1024 * GIB
 """Bytes of a rank's batch that no machine has."""
 
@@ -188,7 +190,7 @@ def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: 
     """Return what to do instead: smaller micro batches, then recomputation, if either is predicted to be enough."""
     need = _need(settings, run, share, world_size)
     is_hopeless = not memory.may_hold(need._replace(peak=need.lasting))
-    recomputed = () if is_hopeless else dict.fromkeys((run.checkpoint_blocks, run.checkpoint_blocks or 1))
+    recomputed = () if is_hopeless else dict.fromkeys((run.checkpoint_blocks, run.checkpoint_blocks or 1, 1, *GROUPS))
     for blocks, smaller in product(recomputed, _smaller(share)):
         with contextlib.suppress(UserError):  # recomputation that this configuration does not support
             changed = dataclasses.replace(run, checkpoint_blocks=blocks)

@@ -338,14 +338,14 @@ class ParallelSettings(_Checked):
             raise UserError(f"{needed}, and this is 1 process; start them with: {how}")
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Return which share of a batch a rank computes, and the number of shares.
+        """Return which share of a batch a rank computes, and the number of shares: 0 if a group needs more ranks.
 
         Ranks of one group of the axes "cp" and "tp", which are neighbours, compute the same share, and so do the ranks
         of one pipeline, which are farthest apart.
         """
         group = self.cp * self.tp
         shares = world_size // (group * self.pp)
-        return rank // group % shares, shares
+        return rank // group % shares if shares else 0, shares
 
     @property
     def splits_data_only(self) -> bool:

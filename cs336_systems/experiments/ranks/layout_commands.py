@@ -11,12 +11,13 @@ from typing import Any
 
 from cs336_systems.config import SIZES, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.ranks.plan_cells import INTERLEAVED, plans, required_axes, schedule_of
+from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import STAGES_PER_RANK
 from cs336_systems.predict.strategy import Strategy
 
-DATA = "tokens.bin"
-"""Name of the user's data in example commands."""
+DATA, SHARED_DATA = "tokens.bin", "/shared/tokens.bin"
+"""Name of the user's data in example commands: on this machine, and in a folder that all nodes share."""
 BASE_SIZE = "small"
 """Size whose fields the flags override to describe a shape that has no name."""
 WRAPPERS = {0: "ddp", 1: "ddp-sharded", 3: "fsdp"}
@@ -60,8 +61,9 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
     sequences = run.batch_size * strategy.group
     if sequences % plan.micro_batches:
         raise UserError(f"{plan.micro_batches} micro batches do not divide the {sequences} sequences of a replica")
+    node = int(config["node"])
     flags = {
-        "data": DATA,
+        "data": DATA if gpus <= node else SHARED_DATA,
         **shape_flags(run),
         "batch_size": run.batch_size * gpus,
         "micro_batch_size": sequences // plan.micro_batches,
@@ -71,7 +73,8 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         **({"fast": "off"} if run.fast == "off" else {}),
         **parallel_flags(plan, run.model),
     }
-    return f"{started(gpus, int(config['node']))} {' '.join(flag_words(flags))}"
+    card = config["gpu"] if find_card(config["gpu"]) else ""
+    return f"{started(gpus, node, card)} {' '.join(flag_words(flags))}"
 
 
 def parallel_flags(plan: Plan, model: ModelConfig) -> dict[str, Any]:
@@ -99,11 +102,12 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def started(gpus: int, node: int) -> str:
-    """Return the words that start `cs336 train` on these GPUs."""
+def started(gpus: int, node: int, card: str = "") -> str:
+    """Return the words that start `cs336 train` on these GPUs; a script for several nodes is checked for the card."""
     if gpus == 1:
         return "cs336 train"
     if gpus <= node:
         return f"torchrun --nproc_per_node {gpus} -m cs336_systems train"
     each = max(count for count in range(1, node + 1) if gpus % count == 0)
-    return f"cs336 launch --slurm --nodes {gpus // each} --gpus_per_node {each} -- train"
+    named = f" --gpu {shlex.quote(card)}" if card else ""
+    return f"cs336 launch --slurm --nodes {gpus // each} --gpus_per_node {each}{named} -- train"

@@ -25,7 +25,9 @@ from cs336_systems.experiments.ranks.plan_cells import (
 from cs336_systems.experiments.ranks.recommended_layout import best_layout
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.predict.fit import margin_note, usable_bytes
+from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.predict.gpus import GIGA, TERA
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Limit, Point, Series
@@ -62,6 +64,10 @@ def _title(cell: CellView, what: Text) -> Text:
         if (fast := cell.config.get("fast", "off")) != "off":
             told.append(setting("fast", fast))
     return titled(cell.experiment, what, told)
+
+
+MANY_HIDDEN = 0.1
+"""Share of the FLOPs above which a note says that causal kernels skip them."""
 
 
 def _memory_table(cell: CellView) -> Table:
@@ -106,6 +112,13 @@ def _memory_notes(cell: CellView, impossible: Mapping[str, str], *, has_peaks: b
             "所需 GPU：每张序列数不变时放得下的最少张数；-：多少都不够",
         ),
     ]
+    if any(Strategy.parse(name).context > 1 for name in cell.get("strategies")) and cell.get("attention") != "auto":
+        notes.append(
+            Text(
+                "CP without --attention auto: the mask of a GPU's tokens and all tokens of a sequence is not counted",
+                "CP 不用 --attention auto 时：每张 GPU 的 token 对整个序列的掩码未计入",
+            )
+        )
     if has_peaks:
         notes.append(
             Text(
@@ -182,9 +195,27 @@ def _time_table(cell: CellView) -> Table:
                 "气泡：流水线阶段等待首个或末个微批次的时间占单步的比例",
             )
         )
+    notes += _hidden_scores(cell)
     notes += _assumptions(cell)
     what = Text("bytes sent, and what a step waits for", "发送的字节数，以及一步在等待什么")
     return Table(_title(cell, what), columns, rows, notes)
+
+
+def _hidden_scores(cell: CellView) -> list[Text]:
+    """Say that matmuls and MFU count scores which causal kernels skip, where these are many."""
+    if cell.get("count") != "transformer":
+        return []
+    run = RunConfig.of(cell.config)
+    hidden = 1 - causal_model_flops(run) / model_flops(run)
+    if run.attention == "reference" or hidden < MANY_HIDDEN:
+        return []
+    return [
+        say(
+            "matmuls and MFU count all pairs of tokens in attention; causal kernels skip half, {} of the FLOPs",
+            "矩阵乘与 MFU 按所有 token 对的分数计；因果内核跳过其中一半，占 FLOPs 的 {}",
+            percent(hidden, 0),
+        )
+    ]
 
 
 def _assumptions(cell: CellView) -> list[Text]:

@@ -38,6 +38,8 @@ from cs336_systems.text import Text, say
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Precisions that the flag knows; that of fp8 is refused with a reason."""
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
+LONG_CONTEXTS = {32_768: "zero3+cp8", 131_072: "zero3+cp16"}
+"""Least context -> a layout that is usual from there on: fewer ranks would hold too much of a sequence."""
 SHARDED = Strategy(3)
 MOST_GPUS = 1_000_000
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
@@ -149,7 +151,7 @@ def _strategies(arguments: PlanArguments, model: ModelConfig) -> tuple[list[str]
     the model and were replaced."""
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
-        return [strategy.name for strategy in asked], []
+        return list(dict.fromkeys(strategy.name for strategy in asked)), []
     names = usual_layouts(arguments.gpus, model, arguments.count, arguments.node)
     return names, [strategy.name for strategy in asked if strategy.name not in names]
 
@@ -158,7 +160,8 @@ def usual_layouts(gpus: int, model: ModelConfig, count: str, node: int) -> list[
     """Return the names of the usual layouts with groups that divide `gpus` and the heads and widths of the model,
     without those that lose an axis of stages or sequences by it; and ZeRO-3 within each of several nodes."""
     found = []
-    for asked in map(Strategy.parse, STRATEGIES):
+    longer = [name for least, name in LONG_CONTEXTS.items() if model.context_length >= least]
+    for asked in map(Strategy.parse, (*STRATEGIES, *longer)):
         fitting = asked.within(gpus)
         while count == "transformer" and not divides_model(model, fitting.tensor):
             fitting = replace(fitting, tensor=fitting.tensor // 2)

@@ -324,6 +324,8 @@ def _smallest_change(config: Mapping[str, Any]) -> str | None:
 
 _SAVING = {"attention": "auto", "fast": "kernels,loss", "checkpoint_blocks": 1}
 """Settings of a step that save memory, the fastest first."""
+LARGER_GROUPS = (2, 4)
+"""Blocks of a recomputed group that save more memory than one where activations are large."""
 _FLAGS = {"kernels,loss": "on"}
 """Values of settings as flags spell them."""
 
@@ -334,6 +336,8 @@ def _changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     saving = {name: value for name, value in _SAVING.items() if config.get(name) != value}
     yield from ({name: value} for name, value in saving.items())
     yield saving
+    if config.get("checkpoint_blocks") in (0, 1):
+        yield from ({**saving, "checkpoint_blocks": blocks} for blocks in LARGER_GROUPS)
     yield from ({**more, "batch_size": _largest_batch({**config, **more})} for more in ({}, saving))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError, flag, flag_like
+from cs336_systems.config import ModelConfig, RunConfig, UserError, arg, flag, flag_like
 from cs336_systems.experiments.ranks.layout_times import WAITING
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
-from cs336_systems.predict.engine_memory import engine_estimate, is_predicted
+from cs336_systems.predict.engine_memory import engine_peak, is_predicted
 from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.gpus import find_card, shown_name
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -75,6 +75,7 @@ class RehearseArguments(ShapeArguments):
     tp: int = flag(1, "GPUs that split each layer (tensor and sequence parallel)")
     rank: int = flag(0, "the rank to run")
     batch_size: int = flag(1, "sequences for each GPU; a group of cp x tp GPUs processes that many times as many")
+    micro_batches: int = flag(1, "micro batches into which a group divides its sequences; one of them is rehearsed")
     precision: str = flag("bf16", "fp32, or bf16 for matmuls and weights that are gathered", ("fp32", "bf16"))
     attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
     num_steps: int = flag_like(RunConfig, "num_steps")
@@ -97,12 +98,15 @@ class Rehearsed(NamedTuple):
     found: "Rehearsal"
     plan: Plan
     peak: int | None
-    """The predicted peak of the rank; None with `cp` and any attention but `auto`."""
+    """The predicted peak of the rank in its first micro batch; None with `cp` and any attention but `auto`."""
+    later: float = 0.0
+    """Bytes by which later micro batches have a larger peak: they find the gradients of the first."""
 
 
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     config = _config(arguments)
     arguments.mesh.require(arguments.gpus, arguments.rank, config.model)
+    _sequences(arguments)
     _require_size(arguments.mesh, config.model)
     plan = mesh_plan(arguments)
     import torch
@@ -110,9 +114,13 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     from cs336_systems.measure.rehearsal import rehearse
 
     on_gpu = torch.cuda.is_available() and not arguments.trace
-    mesh = arguments.mesh
-    peak = engine_estimate(config, mesh).peak if is_predicted(config, mesh) else None
-    return Rehearsed(rehearse(config, mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
+    mesh, number = arguments.mesh, arguments.micro_batches
+    found = rehearse(config, mesh, arguments.rank, on_gpu=on_gpu, micro_batches=number)
+    sequences = of_replica(config, mesh, number).batch_size
+    if not is_predicted(config, mesh, sequences):
+        return Rehearsed(found, plan, None, found.gradients if number > 1 else 0.0)
+    peak, later = (engine_peak(config, mesh, count, sequences) for count in (1, number))
+    return Rehearsed(found, plan, peak, later - peak)
 
 
 def _require_size(mesh: Mesh, model: ModelConfig) -> None:
@@ -135,6 +143,13 @@ def _config(arguments: RehearseArguments) -> RunConfig:
     return config
 
 
+def _sequences(arguments: RehearseArguments) -> RunConfig:
+    """Return the run of the rank's group for one micro batch."""
+    if arguments.micro_batches < 1:
+        raise UserError(f"{arg('micro_batches')} must be at least 1, got {arguments.micro_batches}")
+    return of_replica(_config(arguments), arguments.mesh, arguments.micro_batches)
+
+
 def mesh_plan(arguments: RehearseArguments) -> Plan:
     """Return the plan for the mesh: stage 3 where weights are sharded, else data parallel."""
     mesh, config = arguments.mesh, _config(arguments)
@@ -142,7 +157,8 @@ def mesh_plan(arguments: RehearseArguments) -> Plan:
     strategy = Strategy(3 if sharded else 0, mesh.tp, context=mesh.cp, replicate=mesh.dp_replicate if sharded else 1)
     given = {name: getattr(arguments, name) for name in ("gpus", "gpu", "tflops", "node", "link", "network")}
     given |= {name: getattr(arguments, name) for name in ("batch_size", "precision", "attention", "checkpoint_blocks")}
-    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,), micro_batches=1))
+    given["micro_batches"] = arguments.micro_batches
+    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,)))
     (plan,) = plans({**planned, **config.to_dict()})
     return plan
 
@@ -182,7 +198,7 @@ def _messages_table(arguments: RehearseArguments) -> Table:
 def _messages(arguments: RehearseArguments) -> list[Collective]:
     """Return the collectives of the rank in a step of one micro batch."""
     mesh = arguments.mesh
-    return engine_messages(of_replica(_config(arguments), mesh), mesh, rank=arguments.rank)
+    return engine_messages(_sequences(arguments), mesh, rank=arguments.rank)
 
 
 def _parts_table(parts: dict[str, int]) -> Table:
@@ -205,7 +221,10 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     rows: list[list[str | Text]] = [
         [name, _mib(size), "-" if predicted is None else _mib(predicted)] for name, size, predicted in parts
     ]
-    notes = [verdict(found.peak, plan.cluster.memory, shown_name(arguments.gpu)), *_differences(parts)]
+    notes = [verdict(found.peak + run.later, plan.cluster.memory, shown_name(arguments.gpu)), *_differences(parts)]
+    if run.later:
+        said = "later micro batches have a peak that is {} MiB larger: they find the gradients of the first"
+        notes.append(say(said, "之后的微批次已有第一个微批次的梯度，峰值再高 {} MiB", _mib(run.later)))
     title = say(
         "rehearse: rank {} of {} GPUs (replicate {}, shard {}, cp {}, tp {}), memory",
         "rehearse：{1} 张 GPU（replicate {2}、shard {3}、cp {4}、tp {5}）中 rank {0} 的显存",
@@ -290,7 +309,7 @@ def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
         for found in (messages, [one for one in messages if one.axis in plan.waited_for])
     )
     how = say("predicted for {}", "按 {} 预测", shown_name(arguments.gpu))
-    at_peak = plan.compute("forward") + plan.compute("backward")
+    at_peak = (plan.compute("forward") + plan.compute("backward")) / arguments.micro_batches
     kinds = {Text("measured", "实测"): measured, how: predicted, Text("at the GPU's peak rate", "按 GPU 峰值"): at_peak}
     known = {kind: seconds for kind, seconds in kinds.items() if seconds is not None}
     kind, compute = next(iter(known.items()))
@@ -318,13 +337,16 @@ def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
                 "不预测计算时间：该步受主机启动内核的时间限制",
             )
         )
+    if arguments.micro_batches > 1:
+        count = f"{arguments.micro_batches:,}"
+        notes.append(say("a step with one of its {} micro batches", "只含 {} 个微批次之一的一步", count))
     title = Text("rehearse: time of a step", "rehearse：单步时间")
     return Table(title, [word(PART), Column(TIME, "ms")], rows, notes)
 
 
 def predicted_compute(arguments: RehearseArguments) -> float | None:
     """Return the seconds of the rank's kernels on `--gpu`; None if they are not known, or if launches bound them."""
-    run, profile = of_replica(_config(arguments), arguments.mesh), _profile(arguments)
+    run, profile = _sequences(arguments), _profile(arguments)
     found = plain_rank_seconds(run, arguments.mesh, profile) if profile else None
     return None if found is None else found.gradients + found.update
 

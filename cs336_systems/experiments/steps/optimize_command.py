@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, nearest, without_unit
-from cs336_systems.experiments.ranks.layout_commands import DATA, flag_words, parallel_flags, shape_flags, started
+from cs336_systems.experiments.ranks.layout_commands import (
+    DATA,
+    SHARED_DATA,
+    flag_words,
+    parallel_flags,
+    shape_flags,
+    started,
+)
 from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.experiments.session import OUTPUT, new_run_file
@@ -471,7 +478,8 @@ def train_command(run: RunConfig, sequences: int) -> str:
 
 def ranks_command(run: RunConfig, task: Task, plan: Plan, node: int) -> str:
     """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
-    flags = {**_trained(run, task.gpus * task.sequences), **parallel_flags(plan, run.model)}
+    shared = {"data": SHARED_DATA} if task.gpus > node else {}
+    flags = {**_trained(run, task.gpus * task.sequences), **shared, **parallel_flags(plan, run.model)}
     return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
 
 

@@ -1,6 +1,7 @@
 """Rehearsals: bytes of a rank as traced against bytes as counted by shapes and as planned; mistakes are named."""
 
 import dataclasses
+import re
 from functools import cache
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, peak_on_engine, plan_config, plans
 from cs336_systems.experiments.ranks.rehearsal_command import (
     RehearseArguments,
     Rehearsed,
@@ -22,6 +24,7 @@ from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.rank_shards import Mesh, elements
 from cs336_systems.record import GIB
+from tests.helpers import assert_refused
 
 SHAPE = {"vocab_size": 96, "context_length": 16, "d_model": 32, "num_layers": 1, "num_heads": 4, "d_ff": 48}
 MODEL = ModelConfig(**SHAPE)
@@ -229,3 +232,26 @@ def test_the_peak_is_beside_its_prediction():
     memory = rehearsal_tables(RehearseArguments(gpus=4, dp_shard=2, tp=2, trace=True, **shape))[0]
     found, predicted = (float(cell.replace(",", "")) for cell in memory.rows[-1][1:])
     assert predicted - 64 == pytest.approx(found - 64, rel=0.02)
+
+
+def test_one_of_several_micro_batches_is_rehearsed(capsys):
+    """One sequence on two GPUs that share it. The plan has the same peak, with gradients of earlier micro batches."""
+    words = ["--size", "tiny", "--context_length", "256", "--gpus", "4", "--checkpoint_blocks", "0"]
+    assert main(["rehearse", *words, "--dp_shard", "2", "--cp", "2", "--micro_batches", "2", "--trace"]) == 0
+    printed = capsys.readouterr().out
+    assert "later micro batches have a peak that is" in printed
+    assert "a step with one of its 2 micro batches" in printed
+    shape = {"size": "tiny", "context_length": 256, "gpus": 4, "checkpoint_blocks": 0}
+    config = plan_config(PlanArguments(**shape, strategy=("zero3+cp2",)))
+    (plan,) = plans(config)
+    needed = float(re.search(r"needs ([\d.]+) of", printed)[1])
+    assert plan.micro_batches == 2
+    assert needed == pytest.approx(peak_on_engine(config, plan) / GIB, abs=0.06)
+    whole = main(["rehearse", *words, "--dp_shard", "2", "--cp", "2", "--trace"])
+    assert (whole, "later micro batches" in capsys.readouterr().out) == (0, False)
+
+
+def test_micro_batches_must_divide_the_sequences(elsewhere, capfd):
+    words = ["rehearse", "--size", "tiny", "--gpus", "4", "--cp", "4", "--trace", "--micro_batches"]
+    assert_refused([*words, "3"], ["--micro_batches 3 does not divide the 4 sequences of --cp x --tp GPUs"], capfd)
+    assert_refused([*words, "0"], ["--micro_batches must be at least 1, got 0"], capfd)

@@ -13,7 +13,7 @@ from cs336_systems.measure import rehearsal
 from cs336_systems.measure.memory_trace import StorageTracker
 from cs336_systems.predict.engine_memory import BUCKETS, EngineStep, engine_estimate, engine_peak
 from cs336_systems.predict.memory_model import estimate, workspace
-from cs336_systems.predict.rank_shards import Mesh, elements
+from cs336_systems.predict.rank_shards import Mesh, elements, of_replica
 
 MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=256, num_layers=2, num_heads=8, d_ff=768)
 RUN = RunConfig(model=MODEL, batch_size=1, device="cuda", precision="bf16", attention="sdpa", mode="train-step")
@@ -142,23 +142,23 @@ def test_fused_kernels_under_fully_shard_have_the_traced_peak(seed):
 
 
 def random_split_layout(seed: int) -> tuple[RunConfig, Mesh, int]:
-    """Return a layout whose ranks share sequences, and the number of sequences of such a group."""
+    """Return a layout whose ranks share sequences, and the number of micro batches of such a group: in the most, each
+    has one sequence."""
     pick = random.Random(seed).choice
     mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((1, 1, 2, 3)), cp=pick((2, 4)), tp=pick((1, 1, 2)))
     model = random_family(pick, (512, 1000, 2048), (256, 512), (1, 2, 3))
     fields = {"precision": pick(("fp32", "bf16")), "checkpoint_blocks": pick((0, 0, 1, 2))}
-    sequences = pick((1, mesh.cp * mesh.tp, 2 * mesh.cp * mesh.tp))
-    return replace(RUN, model=model, attention="auto", **fields), mesh, sequences
+    micro_batches = pick((2 * mesh.cp * mesh.tp, 2, 1))
+    return replace(RUN, model=model, batch_size=2, attention="auto", **fields), mesh, micro_batches
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_share_sequences_have_the_traced_peak(seed):
-    run, mesh, sequences = random_split_layout(seed)
-    with mock.patch.object(rehearsal, "of_replica", lambda config, mesh: replace(config, batch_size=sequences)):
-        found = rehearsal.rehearse(run, mesh, 0, on_gpu=False)
+    run, mesh, micro_batches = random_split_layout(seed)
+    found = rehearsal.rehearse(run, mesh, 0, on_gpu=False, micro_batches=micro_batches)
     fixed = workspace(run)
-    predicted = engine_estimate(run, mesh, sequences).peak
-    assert predicted - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh, sequences)
+    predicted = engine_estimate(run, mesh, of_replica(run, mesh, micro_batches).batch_size).peak
+    assert predicted - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh, micro_batches)
 
 
 @pytest.mark.parametrize("fast", ["off", "kernels,loss"])

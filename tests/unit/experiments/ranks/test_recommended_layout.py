@@ -1,5 +1,6 @@
 """The recommendation of a plan: the layout that it names fits and is no slower; the change that it names is enough."""
 
+import dataclasses
 import re
 import shlex
 from itertools import pairwise
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments.ranks.layout_commands import DATA, is_trained, nearest_trained
+from cs336_systems.experiments.ranks.layout_commands import DATA, SHARED_DATA, is_trained, nearest_trained
 from cs336_systems.experiments.ranks.layout_times import rank_time
 from cs336_systems.experiments.ranks.plan_cells import (
     Passes,
@@ -125,7 +126,8 @@ def parsed(command: str) -> tuple[TrainSettings, int]:
         ranks = job.world_size
     parser = Parser(prog="train")
     add_flags(parser, TrainSettings)
-    trained = read_flags(TrainSettings, parser.parse_args(words[words.index("train") + 1 :]))
+    own = [DATA if word == SHARED_DATA else word for word in words[words.index("train") + 1 :]]
+    trained = read_flags(TrainSettings, parser.parse_args(own))
     trained.require_ranks(ranks)
     trained.run_config("cuda", ranks)
     return trained, ranks
@@ -331,11 +333,24 @@ def test_tables_for_programs_stay_tables(format, capsys):
 
 
 def test_long_contexts_are_split_over_gpus():
-    """One sequence of 100,000 tokens does not fit on one GPU; a quarter of it does."""
+    """One sequence of 100,000 tokens does not fit on one GPU; a quarter of it does, and an eighth."""
     arguments = PlanArguments(size="2.7B", gpus=8, gpu="4090", context_length=100_000)
     cell = planned(arguments)
-    assert fitting_layouts(cell) == ["zero3+cp4"]
-    assert recommendation(cell).en.startswith("Recommended: ZeRO-3 + CP 4, because it is the only layout that fits")
+    assert fitting_layouts(cell) == ["zero3+cp4", "zero3+cp8"]
+    assert recommendation(cell).en.startswith("Recommended: ZeRO-3 + CP 4, because ")
+    assert "zero3+cp16" in planned(dataclasses.replace(arguments, gpus=64, context_length=131_072)).get("strategies")
+    assert "zero3+cp8" not in planned(dataclasses.replace(arguments, context_length=16_384)).get("strategies")
+
+
+def test_larger_recomputed_groups_come_before_more_gpus():
+    arguments = PlanArguments(
+        size="qwen2.5/7B", gpus=8, gpu="h100", context_length=131_072, fast="on", strategy=("zero3+cp4", "zero3+cp4")
+    )
+    cell = planned(arguments)
+    assert cell.get("strategies") == ["zero3+cp4"]
+    assert "The smallest change with which one fits: --checkpoint_blocks 2" in recommendation(cell).en
+    assert not fitting_layouts(cell)
+    assert fitting_layouts(planned(dataclasses.replace(arguments, checkpoint_blocks=2))) == ["zero3+cp4"]
 
 
 def test_layouts_with_stages_are_told_with_their_bubble():

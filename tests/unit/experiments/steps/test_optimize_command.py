@@ -117,7 +117,7 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, p
     line = advice(search, found, node=8).en.removeprefix("Train with it: ")
     starts = {2: "torchrun --nproc_per_node 2 -m cs336_systems train ", 8: "torchrun --nproc_per_node 8 -m "}
     assert line.startswith(starts.get(gpus, "cs336 launch --slurm --nodes 2 --gpus_per_node 8 -- train "))
-    settings = parsed(f"cs336 train {line.split(' train ')[1]}")
+    settings = parsed(f"cs336 train {line.split(' train ')[1].replace('/shared/tokens.bin', 'tokens.bin')}")
     settings.require_ranks(gpus)
     assert {name: getattr(settings.parallel, name) for name in parallel} == parallel
     assert settings.data.micro_batches(gpus) == found.candidate.micro_batches
