@@ -7,7 +7,7 @@ import random
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError, model_config
@@ -158,9 +158,11 @@ def test_the_least_peak_may_be_that_of_keeping_everything():
 @settings(max_examples=20, deadline=None)
 @given(shapes, st.lists(st.floats(0, 1.1), min_size=5, max_size=5), st.data())
 def test_the_peak_is_within_the_budget_and_more_memory_is_not_slower(config, shares, data):
+    # Of tiny models the peak is in the update or in building them, whatever a plan recomputes.
+    assume(building_peak(config).peak <= least_peak(config) <= fast_estimate(config).peak)
     previous = math.inf
     for share in sorted(shares):
-        budget = max(share_of(config, share), building_peak(config).peak)
+        budget = share_of(config, share)
         planned = plan_memory(config, budget)
         assert planned.estimate.peak <= budget
         assert planned.estimate == fast_estimate(config, planned.plan)
