@@ -30,6 +30,8 @@ FAST_ERROR = 0.005
 42,624 tokens are the longest context of 2.7B that is predicted to fit; they do, and 128 more do not."""
 FIT_MARGIN = 1.03
 """Work is refused only if its predicted peak is this many times the memory: predictions err by up to 2%."""
+LARGER_GROUPS = (2, 4)
+"""Blocks of a recomputed group that save more memory than one block where activations are large."""
 LARGEST_BATCH = 65536
 LARGEST_CONTEXT = 2**24
 CONTEXT_STEP = 128

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.engine_memory import engine_peak, is_predicted
-from cs336_systems.predict.fit import FIT_MARGIN, usable_bytes
+from cs336_systems.predict.fit import FIT_MARGIN, LARGER_GROUPS, usable_bytes
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
 from cs336_systems.train.settings import TrainSettings
@@ -28,8 +28,6 @@ GRADIENT_BYTES = 4
 """Bytes of a gradient, in fp32."""
 MOMENT_BYTES = 8
 """Bytes of AdamW's two moments of a weight, in fp32."""
-GROUPS = (2, 4)
-"""Blocks of a recomputed group that save more memory than one where activations are large."""
 LARGEST_BATCH = 1024 * GIB
 """Bytes of a rank's batch that no machine has."""
 
@@ -190,7 +188,7 @@ def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: 
     """Return what to do instead: smaller micro batches, then recomputation, if either is predicted to be enough."""
     need = _need(settings, run, share, world_size)
     is_hopeless = not memory.may_hold(need._replace(peak=need.lasting))
-    recomputed = () if is_hopeless else dict.fromkeys((run.checkpoint_blocks, run.checkpoint_blocks or 1, 1, *GROUPS))
+    recomputed = () if is_hopeless else dict.fromkeys((run.checkpoint_blocks, 1, *LARGER_GROUPS))
     for blocks, smaller in product(recomputed, _smaller(share)):
         with contextlib.suppress(UserError):  # recomputation that this configuration does not support
             changed = dataclasses.replace(run, checkpoint_blocks=blocks)

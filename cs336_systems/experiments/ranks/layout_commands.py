@@ -63,7 +63,7 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         raise UserError(f"{plan.micro_batches} micro batches do not divide the {sequences} sequences of a replica")
     node = int(config["node"])
     flags = {
-        "data": DATA if gpus <= node else SHARED_DATA,
+        "data": example_data(gpus, node),
         **shape_flags(run),
         "batch_size": run.batch_size * gpus,
         "micro_batch_size": sequences // plan.micro_batches,
@@ -100,6 +100,11 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
         negated[value].format(name) if isinstance(value, bool) else f"--{name} {shlex.quote(str(value))}"
         for name, value in flags.items()
     ]
+
+
+def example_data(gpus: int, node: int) -> str:
+    """Return the name of the user's data in a command for these GPUs."""
+    return DATA if gpus <= node else SHARED_DATA
 
 
 def started(gpus: int, node: int, card: str = "") -> str:

@@ -41,6 +41,8 @@ from cs336_systems.text import Text, listed, say
 LAYOUT = Text("layout", "布局")
 MATMULS = Text("matmuls", "矩阵乘")
 IMPOSSIBLE = Text("impossible", "不可行")
+MANY_HIDDEN = 0.1
+"""Share of the FLOPs above which a note says that causal kernels skip them."""
 
 
 def tables_of(arguments: PlanArguments) -> list[Table]:
@@ -64,10 +66,6 @@ def _title(cell: CellView, what: Text) -> Text:
         if (fast := cell.config.get("fast", "off")) != "off":
             told.append(setting("fast", fast))
     return titled(cell.experiment, what, told)
-
-
-MANY_HIDDEN = 0.1
-"""Share of the FLOPs above which a note says that causal kernels skip them."""
 
 
 def _memory_table(cell: CellView) -> Table:

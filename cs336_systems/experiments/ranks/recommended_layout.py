@@ -23,7 +23,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
     total,
     usual_layouts,
 )
-from cs336_systems.predict.fit import gpu_bytes, usable_bytes
+from cs336_systems.predict.fit import LARGER_GROUPS, gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import CARDS
 from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.predict.strategy import Strategy
@@ -324,8 +324,6 @@ def _smallest_change(config: Mapping[str, Any]) -> str | None:
 
 _SAVING = {"attention": "auto", "fast": "kernels,loss", "checkpoint_blocks": 1}
 """Settings of a step that save memory, the fastest first."""
-LARGER_GROUPS = (2, 4)
-"""Blocks of a recomputed group that save more memory than one where activations are large."""
 _FLAGS = {"kernels,loss": "on"}
 """Values of settings as flags spell them."""
 

@@ -106,7 +106,7 @@ class Rehearsed(NamedTuple):
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     config = _config(arguments)
     arguments.mesh.require(arguments.gpus, arguments.rank, config.model)
-    _sequences(arguments)
+    sequences = _sequences(arguments).batch_size
     _require_size(arguments.mesh, config.model)
     plan = mesh_plan(arguments)
     import torch
@@ -116,7 +116,6 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     on_gpu = torch.cuda.is_available() and not arguments.trace
     mesh, number = arguments.mesh, arguments.micro_batches
     found = rehearse(config, mesh, arguments.rank, on_gpu=on_gpu, micro_batches=number)
-    sequences = of_replica(config, mesh, number).batch_size
     if not is_predicted(config, mesh, sequences):
         return Rehearsed(found, plan, None, found.gradients if number > 1 else 0.0)
     peak, later = (engine_peak(config, mesh, count, sequences) for count in (1, number))

@@ -19,7 +19,7 @@ from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, nearest, without_unit
 from cs336_systems.experiments.ranks.layout_commands import (
     DATA,
-    SHARED_DATA,
+    example_data,
     flag_words,
     parallel_flags,
     shape_flags,
@@ -478,8 +478,8 @@ def train_command(run: RunConfig, sequences: int) -> str:
 
 def ranks_command(run: RunConfig, task: Task, plan: Plan, node: int) -> str:
     """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
-    shared = {"data": SHARED_DATA} if task.gpus > node else {}
-    flags = {**_trained(run, task.gpus * task.sequences), **shared, **parallel_flags(plan, run.model)}
+    data = {"data": example_data(task.gpus, node)}
+    flags = {**_trained(run, task.gpus * task.sequences), **data, **parallel_flags(plan, run.model)}
     return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
 
 

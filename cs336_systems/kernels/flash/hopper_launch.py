@@ -275,7 +275,7 @@ class Problem:
     def _parts_of_group(self, blocks: int, queries: int) -> int:
         """Return the number of programs of backward that share the query heads of a KV head: several where a mask
         leaves few, long programs."""
-        if not self.causal and self.lo is None:
+        if self.group == 1 or (not self.causal and self.lo is None):
             return 1
         q_blocks, hi, lo = triton.cdiv(self.len_q, queries), self.hi if self.causal else self.len_k, self.lo
         tiles = []

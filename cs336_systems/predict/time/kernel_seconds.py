@@ -292,10 +292,10 @@ def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, ba
 
 def head_parts(kernel: AttentionPass, sms: int) -> int:
     """Return the number of programs that share the query heads of a KV head."""
-    if kernel.name != "backward":
+    group = kernel.heads // kernel.kv_heads
+    if kernel.name != "backward" or group == 1:
         return 1
     tiles = causal_tiles(kernel.length, kernel.head_dim)
-    group = kernel.heads // kernel.kv_heads
     return parts_of_group(group, kernel.head_dim, tiles, kernel.batch * kernel.kv_heads, sms)
 
 
