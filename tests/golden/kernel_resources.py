@@ -65,6 +65,8 @@ MASKS = {
     "far": Band(-8191, 0),
     "causal+17": Band(None, 17),
 }
+PASSES = ("grad_q", "grad_k", "grad_v")
+"""Backward of head dims above 128: a kernel for each gradient."""
 HOPPER = [
     # kernel, dtype, head dim, mask, query heads per KV head, queries, keys
     ("forward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
@@ -105,24 +107,50 @@ HOPPER = [
     ("backward", "bf16", 64, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "window", 4, LENGTH, LENGTH),
+    *(("forward", "bf16", d, mask, 1, LENGTH, LENGTH) for d in (192, 256) for mask in ("causal", "full")),
+    ("forward", "fp16", 192, "causal+17", 4, ODD, LENGTH),
+    ("forward", "bf16", 256, "sliding", 4, LENGTH, LENGTH),
+    ("forward", "bf16", 256, "full", 1, UNEVEN, UNEVEN),
+    *(
+        (kernel, *call)
+        for kernel in PASSES
+        for call in (
+            ("bf16", 192, "causal", 1, LENGTH, LENGTH),
+            ("fp16", 192, "causal+17", 4, ODD, LENGTH),
+            ("bf16", 256, "causal", 1, LENGTH, LENGTH),
+            ("bf16", 256, "full", 4, LENGTH, LENGTH),
+            ("bf16", 256, "window", 4, LENGTH, LENGTH),
+        )
+    ),
 ]
 """All that makes another kernel: head dim, mask, tiles on the diagonal, small programs, split keys, heads of a group
 split evenly and not, a partial tile."""
 PACKED = [("bf16", 64, "causal", 1), ("bf16", 128, "causal", 1), ("bf16", 64, "window", 2), ("fp32", 64, "causal", 1)]
 """Dtype, head dim, mask and group of the calls with packed documents; their rows are read through pointers."""
 PACKED_HOPPER = [
-    (kernel, documents, dtype, d, mask, group, bottom_right)
-    for kernel, documents in (("forward", 64), ("forward", 1), ("backward", 64))
-    for dtype, d, mask, group, bottom_right in (
-        ("bf16", 64, "causal", 1, False),
-        ("bf16", 128, "causal", 1, False),
-        ("bf16", 64, "full", 1, False),
-        ("bf16", 128, "full", 1, False),
-        ("bf16", 128, "causal", 4, True),
-        ("fp16", 64, "causal", 4, True),
-        ("bf16", 80, "causal", 1, False),
-        ("bf16", 128, "sliding", 4, True),
-    )
+    *(
+        (kernel, documents, dtype, d, mask, group, bottom_right)
+        for kernel, documents in (("forward", 64), ("forward", 1), ("backward", 64))
+        for dtype, d, mask, group, bottom_right in (
+            ("bf16", 64, "causal", 1, False),
+            ("bf16", 128, "causal", 1, False),
+            ("bf16", 64, "full", 1, False),
+            ("bf16", 128, "full", 1, False),
+            ("bf16", 128, "causal", 4, True),
+            ("fp16", 64, "causal", 4, True),
+            ("bf16", 80, "causal", 1, False),
+            ("bf16", 128, "sliding", 4, True),
+        )
+    ),
+    *(
+        (kernel, 64, *call)
+        for kernel in ("forward", *PASSES)
+        for call in (
+            ("bf16", 192, "causal", 4, True),
+            ("bf16", 256, "causal", 1, False),
+            ("fp16", 256, "full", 1, False),
+        )
+    ),
 ]
 """Kernel, documents, dtype, head dim, mask, query heads per KV head, and whether the mask is aligned to the ends of
 documents. With one document forward runs in large programs."""
@@ -140,6 +168,7 @@ SAMPLE = {
     "Hopper attention": [
         {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal", "queries": "500"},
         {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal-one"},
+        {"kernel": "grad_q", "dtype": "bf16", "d": "256", "mask": "causal"},
     ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
     "FP8": [{"arch": "sm_90", "kernel": kernel} for kernel in ("quantize", "swiglu_backward")],
@@ -265,8 +294,11 @@ def hopper_launches() -> Iterator[Launch]:
             plans, pointers = problem.plan_forward(tensors), (numbers,)
         else:
             plans = problem.plan_backward(q, k, k, q, q, q, k, k)
-            tensors += (*[problem.scratch(q.device)] * 3, k, k)
-        plan, pointers = plans.main, (*pointers, numbers if plans.split else None, None)
+            tensors += backward_tensors(kernel, problem.scratch(q.device), q, k)
+        if kernel in PASSES:
+            plan, pointers = plans.passes[PASSES.index(kernel)], (None,)
+        else:
+            plan, pointers = plans.main, (*pointers, numbers if plans.split else None, None)
         row = _row("Hopper attention", "sm_90", kernel, dtype, d, mask, group, len_q, len_k)
         yield Launch("Hopper attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
 
@@ -286,11 +318,21 @@ def packed_hopper_launches() -> Iterator[Launch]:
             lse = torch.empty(q.shape[:3], device="meta")
             plan, tensors, pointers = problem.plan_forward((q, k, k, q)), (q, k, k, q), (lse, None, table)
         else:
-            plan, pointers = problem.plan_backward(q, k, k, q, q, q, k, k).main, (None, table)
-            tensors = (q, k, k, q, *[problem.scratch(q.device)] * 3, k, k)
+            plans = problem.plan_backward(q, k, k, q, q, q, k, k)
+            is_pass = kernel in PASSES
+            plan = plans.passes[PASSES.index(kernel)] if is_pass else plans.main
+            pointers = (table,) if is_pass else (None, table)
+            tensors = (q, k, k, q, *backward_tensors(kernel, problem.scratch(q.device), q, k))
         name = f"packed-{mask}" + "-end" * bottom_right + "-one" * (documents == 1)
         row = _row("Hopper attention", "sm_90", kernel, dtype, d, name, group, LENGTH, LENGTH)
         yield Launch("Hopper attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
+
+
+def backward_tensors(kernel: str, scratch: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+    """What a backward kernel takes beside q, k, v and the gradient of the output."""
+    if kernel in PASSES:
+        return scratch, scratch, q if kernel == "grad_q" else k
+    return scratch, scratch, scratch, k, k
 
 
 def pointwise_launches() -> Iterator[Launch]:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.kernels import FlashAttentionTriton, attention
 from cs336_systems.kernels.flash import operators as flash_operators
 from cs336_systems.kernels.flash.dispatch import HOPPER_DTYPES, is_hopper_head_dim
+from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS
 from tests.unit.kernels.attention_cases import (
     CASES,
     LAYOUTS,
@@ -39,6 +40,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN = Case(384, 384, is_causal=True, batch=2, heads=4, kv_heads=4)
 GROUPED = Case(512, 512, d=128, is_causal=True, heads=8, kv_heads=2)
 WINDOW = Case(257, 257, window=(64, 16), batch=2, heads=4, kv_heads=2)
+WIDE = Case(384, 384, d=256, is_causal=True, batch=2, heads=4, kv_heads=2)
 
 
 KERNELS = {
@@ -161,6 +163,16 @@ LARGE = (
     Case(700, 1300, d=128, is_causal="bottom-right", window=(400, 0), heads=4, kv_heads=4),
     Case(1300, 700, d=96, is_causal="bottom-right", window=(65, 63), heads=4, kv_heads=4),
     Case(700, 1300, is_causal="bottom-right", window=(333, 100), heads=6, kv_heads=2),
+    # Head dims above 128.
+    Case(1029, 1029, d=192, is_causal=True, batch=2, heads=8, kv_heads=8),
+    Case(1024, 1030, d=256, is_causal="bottom-right", batch=3, heads=8, kv_heads=2),
+    Case(1500, 1300, d=256, batch=3, heads=12, kv_heads=12),
+    Case(1300, 1500, d=160, batch=2, heads=12, kv_heads=3),
+    Case(1111, 1111, d=192, window=(300, 200), heads=3, kv_heads=1),
+    Case(700, 1300, d=256, is_causal="bottom-right", window=(400, 0), heads=4, kv_heads=4),
+    Case(1300, 700, d=136, is_causal="bottom-right", window=(65, 63), heads=4, kv_heads=2),
+    Case(1300, 700, d=256, is_causal="top-left", window=(None, 63), heads=4, kv_heads=1),
+    Case(60, 2000, d=200, window=(1900, 0), is_causal="bottom-right", heads=2, kv_heads=2),
 )
 
 
@@ -202,7 +214,7 @@ def test_parts_of_a_group_of_heads(case, parts, kernels, monkeypatch):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", [PLAIN, LARGE[0]], ids=describe)
+@pytest.mark.parametrize("case", [PLAIN, LARGE[0], WIDE], ids=describe)
 def test_strides(case, layout, kernels):
     check(triton(kernels), case, BF16, device="cuda", layout=layout, dout_layout=layout)
     check(triton(kernels), case, BF16, device="cuda", layout="heads_inside", dout_layout=layout)
@@ -223,13 +235,13 @@ def test_slices_of_packed_qkv_and_a_gradient_of_ones(case, kernels):
 
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", [PLAIN, WINDOW, GROUPED], ids=describe)
+@pytest.mark.parametrize("case", [PLAIN, WINDOW, GROUPED, WIDE], ids=describe)
 def test_large_logits(case, dtype, kernels):
     check(triton(kernels), case, dtype, device="cuda", magnitude=50, large=True)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("beyond", [30, 100, 130, -100])
 def test_scores_far_from_those_seen_first(beyond, d, kernels):
     """The Hopper kernel visits the last keys first, and keeps their maximum as long as other scores exceed it by at
@@ -246,7 +258,7 @@ def test_scores_far_from_those_seen_first(beyond, d, kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scores_of_minus_infinity_seen_first(dtype, d, kernels):
     """Several tiles of -inf leave no finite maximum: the Hopper kernel makes a second pass, and must not compute
@@ -321,18 +333,18 @@ def test_beyond_two_to_the_31(layout, kernels, empty_gpu):
 # Races
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("case", "kernels"), [*((PLAIN, name) for name in KERNELS), (WIDE, "hopper")], ids=describe)
 @pytest.mark.parametrize("magnitude", [0.2, 1.0, 3.0])
-def test_a_thousand_seeds(magnitude, kernels):
+def test_a_thousand_seeds(magnitude, case, kernels):
     """A race or a missing barrier shows once in hundreds of runs, in a few elements: hence the largest error, too.
 
     The limits are at least twice the error of rounding P, dS, the output and the gradients to bf16 (0.0054 and 0.13).
     """
-    seen, seeds = visible(PLAIN, "cuda"), 1000
+    seen, seeds = visible(case, "cuda"), 1000
     errors = torch.empty(seeds, 4, 2, device="cuda")
     for seed in range(seeds):
-        inputs = make_inputs(PLAIN, BF16, seed=seed, device="cuda", magnitude=magnitude)
-        found = run(PLAIN, inputs, kernels)
+        inputs = make_inputs(case, BF16, seed=seed, device="cuda", magnitude=magnitude)
+        found = run(case, inputs, kernels)
         truth = differentiate(lambda q, k, v: naive(q, k, v, seen), inputs.cast(FP32))
         for i, name in enumerate(("out", "dq", "dk", "dv")):
             difference, rms = found[name].float() - truth[name], truth[name].square().mean().sqrt()
@@ -345,19 +357,20 @@ def test_a_thousand_seeds(magnitude, kernels):
 REPEATED = [
     *((case, dtype, "deterministic") for case in (PLAIN, GROUPED, WINDOW) for dtype in (BF16, FP32)),
     (LARGE[1], BF16, "deterministic"),
-    *((case, BF16, "hopper") for case in (PLAIN, GROUPED, LARGE[1])),
+    *((case, BF16, "hopper") for case in (PLAIN, GROUPED, LARGE[1], WIDE)),
 ]
 
 
 @pytest.mark.parametrize(("case", "dtype", "kernels"), REPEATED, ids=describe)
 def test_bitwise_repeatable(case, dtype, kernels):
-    """All but dq of the Hopper kernels, which is added up in no fixed order."""
+    """All but dq of the Hopper kernels for head dims up to 128, which is added up in no fixed order."""
     inputs = make_inputs(case, dtype, device="cuda", through_lse=True)
+    differs = {"dq"} if kernels.startswith("hopper") and case.d <= WIDEST_IN_ONE_PASS else set()
     first = run(case, inputs, kernels)
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(50):
         again = run(case, inputs, kernels)
-        for name in again.keys() - ({"dq"} if kernels.startswith("hopper") else set()):
+        for name in again.keys() - differs:
             same &= (again[name] == first[name]).all()
     assert same
 
@@ -400,10 +413,12 @@ def operators(impl):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_auto_uses_the_fused_kernels_for_large_problems(dtype):
     best = "flash_hopper" if torch.cuda.get_device_capability() == (9, 0) else "flash_triton"
-    for case, ours in ((LARGE[2], best), (LARGE[0], "flash_triton"), (PLAIN, None)):
+    large = Case(1024, 1024, d=256, batch=2, heads=16, kv_heads=16)
+    calls = ((LARGE[2], False, best), (LARGE[2], True, "flash_triton"), (LARGE[0], False, "flash_triton"))
+    for case, deterministic, ours in (*calls, (PLAIN, False, None), (large, False, best), (large, True, best)):
         inputs = make_inputs(case, dtype, device="cuda")
         with Operators() as seen:
-            out = attention(inputs.q.requires_grad_(), inputs.k, inputs.v, is_causal=True)
+            out = attention(inputs.q.requires_grad_(), inputs.k, inputs.v, is_causal=True, deterministic=deterministic)
             out.backward(inputs.dout)
         for impl in ("flash_hopper", "flash_triton"):
             assert (set(operators(impl)) <= seen.calls.keys()) == (impl == ours)
@@ -424,7 +439,7 @@ def operator_calls(case, layout, through_lse, kernels):
 @pytest.mark.parametrize("kernels", ["deterministic", "hopper"])
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "out+lse"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed", "transposed"])
-@pytest.mark.parametrize("case", [PLAIN, WINDOW, Case(17, 17, d=40)], ids=describe)
+@pytest.mark.parametrize("case", [PLAIN, WINDOW, Case(17, 17, d=40), WIDE], ids=describe)
 def test_operators_pass_opcheck(case, layout, through_lse, kernels):
     """Schema, shapes and strides under fake tensors, autograd, and the same again through AOTAutograd."""
     # dq of the Hopper kernels is added up in no fixed order: two calls differ in its last bits.

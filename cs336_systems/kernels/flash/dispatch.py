@@ -26,6 +26,7 @@ from cs336_systems.kernels.flash.operators import KernelsFor, autocast_dtype, fu
 from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND
+from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,9 +106,10 @@ def attention(
     - `scale` defaults to 1 / sqrt(d).
     - `impl`: "reference" computes the whole score matrix; "flash_torch" is tiled, in plain PyTorch; "flash_triton" uses
       Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" kernels for GPUs of
-      9.0 alone (fp16, bf16, d of 40, 48, ... 128); "sdpa" is torch's own; "auto" is the fastest for the device, dtype
+      9.0 alone (fp16, bf16, d of 40, 48, ... 256); "sdpa" is torch's own; "auto" is the fastest for the device, dtype
       and shape.
-    - `deterministic`: gradients are bitwise equal in every run. Those of all but "flash_hopper" and "sdpa" are.
+    - `deterministic`: gradients are bitwise equal in every run. Those of "sdpa" and, up to a head dim of
+      128, "flash_hopper" are not.
     - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q) or, of packed documents,
       (heads, tokens), differentiable.
 
@@ -184,7 +186,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
         problem = triton_problem(q.device)
         if problem is None:
             is_large = q.numel() * band.most_keys(k.shape[2]) >= HOPPER_WORTH
-            on_hopper = is_large and not deterministic and hopper_problem(q, k, band, dtype) is None
+            on_hopper = is_large and hopper_problem(q, k, band, dtype, deterministic) is None
             return "flash_hopper" if on_hopper else "flash_triton"
         warn(f"attention: {problem}; using torch's own kernels instead")
     return "sdpa" if sdpa_can else "flash_torch"
@@ -261,9 +263,7 @@ def _flash_hopper_problem(request: Request) -> str | None:
     q, k, band, deterministic, _ = request
     if not is_plain(q):
         return None
-    problem = triton_problem(q.device) or hopper_problem(q, k, band, autocast_dtype(q) or q.dtype)
-    if problem is None and deterministic:
-        return "it adds up dq in no fixed order; use impl='auto' or 'flash_triton'"
+    problem = triton_problem(q.device) or hopper_problem(q, k, band, autocast_dtype(q) or q.dtype, deterministic)
     return problem and f"{problem}; use impl='auto'"
 
 
@@ -306,12 +306,14 @@ for _implementation_name, _implementation in IMPLEMENTATIONS.items():
 # -- where the kernels run --------------------------------------------------------------------------------------------
 
 
-def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str | None:
+def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype, deterministic: bool) -> str | None:
     """Return why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
     if dtype not in HOPPER_DTYPES:
         return f"it takes fp16 or bf16, got {_name(dtype)}"
     if not is_hopper_head_dim(q.shape[3]):
-        return f"it takes head dims from 40 to 128 in steps of 8, got {q.shape[3]}"
+        return f"it takes head dims from 40 to 256 in steps of 8, got {q.shape[3]}"
+    if deterministic and q.shape[3] <= WIDEST_IN_ONE_PASS:
+        return f"it adds up dq in no fixed order for head dims up to {WIDEST_IN_ONE_PASS}, got {q.shape[3]}"
     queries = q.shape[0] * q.shape[1] * q.shape[2]
     if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
         return f"it takes 1 to {HOPPER_MAX_QUERIES} queries in all heads, and at least one key"
@@ -321,7 +323,7 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str 
 def is_hopper_head_dim(d: int) -> bool:
     """Return True if the copy engine can move rows of this width; narrower rows would be padded to more than twice
     their width."""
-    return 40 <= d <= 128 and d % 8 == 0
+    return 40 <= d <= 256 and d % 8 == 0
 
 
 def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) -> str:

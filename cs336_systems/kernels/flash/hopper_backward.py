@@ -56,9 +56,12 @@ from cs336_systems.kernels.flash.hopper_forward import (
     place,
     split_of_program,
     start_matmul,
+    start_products,
+    store_sums,
     tile_shape,
     tile_shapes,
     used_columns,
+    zero_sums,
 )
 from cs336_systems.kernels.flash.packing_triton import (
     FIELDS,
@@ -415,8 +418,8 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     ROW_DIM: gl.constexpr = 3 if config.PACKED else 2
     s_v = buffers.s_v.index(0)
     first, tiles = work.first, work.tiles
-    b_dk = _zero_sums(D, config.D_USED)  # [ROWS, D_USED]
-    b_dv = _zero_sums(D, config.D_USED)  # [ROWS, D_USED]
+    b_dk = zero_sums(D, config.D_USED)  # [ROWS, D_USED]
+    b_dv = zero_sums(D, config.D_USED)  # [ROWS, D_USED]
     IS_CUT: gl.constexpr = config.CAUSAL or config.WINDOW
     mbarrier.wait(barriers.kv_full, 0)
     b_dk, b_dv = _step(
@@ -447,17 +450,17 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     if config.SPLIT:
         _store_partial(b_dv, 1, outputs.s_parked, W, D)
     # Each warpgroup reads only its own part of V, and has done so for the last time.
-    _store_sums(s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS), b_dv)
+    store_sums(s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS), b_dv)
     _store(outputs.desc_dv, s_v.slice(W * ROWS, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     last = tiles - 1
     mbarrier.wait(barriers.done.index(last % STAGES), last // STAGES & 1)
     dq_token = _start_half_of_dq(last, buffers, W, config)
-    b_dk = _scaled(b_dk, sizes.scale)
+    b_dk = scaled(b_dk, sizes.scale)
     if config.SPLIT:
         _store_partial(b_dk, 0, outputs.s_parked, W, D)
     # Both warpgroups are done with the last queries, and no more will be loaded: their buffer takes dK.
     s_dk = buffers.s_q.index(W)
-    _store_sums(s_dk.reshape((BLOCK_M, D)).slice(0, ROWS), b_dk)
+    store_sums(s_dk.reshape((BLOCK_M, D)).slice(0, ROWS), b_dk)
     _store(outputs.desc_dk, s_dk.slice(0, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     b_dq = warpgroup_mma_wait(0, deps=[dq_token])
     _store_dq(b_dq, last, buffers.s_dq, barriers.dq_free, W)
@@ -493,7 +496,7 @@ def _step(
     dp_token = start_matmul(v_parts, s_do, zeros)
     b_s = warpgroup_mma_wait(len(v_parts), deps=[s_token])  # [ROWS, BLOCK_M]
     # Not before: held over the matmuls, it would displace accumulators from registers. The same for delta.
-    b_lse = _of_queries(buffers.s_lse.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
+    b_lse = of_queries(buffers.s_lse.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
     if MASKED or not config.EVEN:
         keys = work.column + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         m_s = keys < sizes.len_k
@@ -507,14 +510,14 @@ def _step(
     b_p = gl.exp2(b_s * (sizes.scale * LOG2E) - b_lse[None, :])
     b_p16 = gl.convert_layout(b_p.to(dtype), OPERAND, assert_trivial=True)
     b_dp = warpgroup_mma_wait(0, deps=[dp_token])  # [ROWS, BLOCK_M]
-    b_delta = _of_queries(buffers.s_delta.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
+    b_delta = of_queries(buffers.s_delta.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
     b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
     b_ds16 = gl.convert_layout(b_ds, OPERAND, assert_trivial=True)
     mbarrier.arrive(barriers.ping_pong.index(W))
     s_ds = buffers.s_ds.index(slot).slice(W * ROWS, ROWS, dim=1)  # [BLOCK_M, ROWS]
     if FIRST:
-        dv_token = _start_products(b_p16, s_do, b_dv)
-        dk_token = _start_products(b_ds16, s_q, b_dk)
+        dv_token = start_products(b_p16, s_do, b_dv)
+        dk_token = start_products(b_ds16, s_q, b_dk)
         b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
         s_ds.store(gl.permute(b_ds, (1, 0)))
     else:
@@ -523,10 +526,10 @@ def _step(
         dq_token = _start_half_of_dq(t - 1, buffers, W, config)
         if D == 64:  # measured: here for 64, below for 128
             s_ds.store(gl.permute(b_ds, (1, 0)))
-        dv_token = _start_products(b_p16, s_do, b_dv)
+        dv_token = start_products(b_p16, s_do, b_dv)
         if D != 64:
             s_ds.store(gl.permute(b_ds, (1, 0)))
-        dk_token = _start_products(b_ds16, s_q, b_dk)
+        dk_token = start_products(b_ds16, s_q, b_dk)
         b_dq = warpgroup_mma_wait(2 * len(b_dk), deps=[dq_token])
         _store_dq(b_dq, t - 1, buffers.s_dq, barriers.dq_free, W)
         b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
@@ -534,35 +537,6 @@ def _step(
     # Also that the queries were read for the last time: the store above lies between their matmuls and this.
     mbarrier.arrive(barriers.done.index(slot))
     return b_dk, b_dv
-
-
-@gluon.jit
-def _zero_sums(D: gl.constexpr, D_USED: gl.constexpr):
-    """Return zeroed accumulators for the `used_columns` of (ROWS, D)."""
-    if D == D_USED:
-        return (gl.zeros((ROWS, D), gl.float32, accumulator_layout(D)),)
-    else:
-        FIRST: gl.constexpr = D // 2
-        REST: gl.constexpr = D_USED - FIRST
-        first = gl.zeros((ROWS, FIRST), gl.float32, accumulator_layout(FIRST))
-        return (first, gl.zeros((ROWS, REST), gl.float32, accumulator_layout(REST)))
-
-
-@gluon.jit
-def _start_products(a, b, sums):
-    """Start `sums` += a b, one matmul for each of the `used_columns` of b."""
-    if len(sums) == 1:
-        return (warpgroup_mma(_operand(a, sums[0]), b, sums[0], is_async=True),)
-    else:
-        FIRST: gl.constexpr = sums[0].shape[1]
-        token = warpgroup_mma(_operand(a, sums[0]), b.slice(0, FIRST, dim=1), sums[0], is_async=True)
-        rest = b.slice(FIRST, sums[1].shape[1], dim=1)
-        return (token, warpgroup_mma(_operand(a, sums[1]), rest, sums[1], is_async=True))
-
-
-@gluon.jit
-def _operand(a, sums):
-    return gl.convert_layout(a, gl.DotOperandLayout(0, sums.type.layout, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -586,12 +560,17 @@ def _queries_of_threads(block_m):
 
 
 @gluon.jit
-def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
+def of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
     """Load one number per query in the order of `prepare_kernel`. A thread needs two neighbours of every eight queries;
     those of sixteen queries are stored side by side and loaded at once."""
+    return gl.convert_layout(in_order(s_rows, BLOCK_M), gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def in_order(s_rows, BLOCK_M: gl.constexpr):
+    """Load the numbers that `prepare_kernel` stored for BLOCK_M queries, in the order of the queries."""
     x = gl.reshape(s_rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
-    return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
+    return gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
 
 
 @gluon.jit
@@ -645,15 +624,8 @@ def _store(desc, s_rows, s_parked, W: gl.constexpr, config):
 
 
 @gluon.jit
-def _scaled(sums, scale):
+def scaled(sums, scale):
     return (sums[0] * scale,) if len(sums) == 1 else (sums[0] * scale, sums[1] * scale)
-
-
-@gluon.jit
-def _store_sums(s_rows, sums):
-    """Store dK or dV to shared memory."""
-    for i in gl.static_range(len(sums)):
-        s_rows.slice(i * (s_rows.shape[1] // 2), sums[i].shape[1], dim=1).store(sums[i].to(s_rows.dtype))
 
 
 @gluon.jit
@@ -687,10 +659,11 @@ def _queries(p_table, row, len_q, BLOCK: tl.constexpr):
 @triton.jit
 def prepare_kernel(
     p_o, p_do, p_lse, p_dlse, p_scratch, p_copy, p_table, o_strides, do_strides, heads, len_q, d, passes, queries,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute for BLOCK queries: lse in powers of 2; delta = rowsum(O dO) minus the gradient of lse; zeros for dQ; and,
-    if TMA cannot read dO's layout (expanded from one number, say), a copy of it. `queries`: of all heads, padded."""
+    """Compute for BLOCK queries: lse in powers of 2; delta = rowsum(O dO) minus the gradient of lse; zeros for dQ if
+    scratch memory HAS_SUMS; and, if TMA cannot read dO's layout (expanded from one number, say), a copy of it.
+    `queries`: of all heads, padded."""
     gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # forward has just left the last outputs in the L2 cache
     index, row = program // passes, program % passes * BLOCK
@@ -710,14 +683,15 @@ def prepare_kernel(
     b_lse = tl.load(p_lse + at, mask=m_rows, other=0.0)  # [BLOCK]
     # A query that sees no key has -inf: with +inf instead its P is 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
-    # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `_of_queries`.
+    # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `of_queries`.
     in_16 = scratch_rows % 8 // 2 * 4 + scratch_rows % 16 // 8 * 2 + scratch_rows % 2
     before = tl.cast(index, tl.int64) * passes * BLOCK + scratch_rows // 16 * 16  # queries of other heads, and of this
     tl.store(p_scratch + before + in_16, b_lse)
     tl.store(p_scratch + queries + before + in_16, b_delta)
-    sums = p_scratch + 2 * tl.cast(queries, tl.int64)
-    first = tl.cast(index, tl.int64) * passes * BLOCK + row
-    tl.store(sums + first * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
+    if HAS_SUMS:
+        sums = p_scratch + 2 * tl.cast(queries, tl.int64)
+        first = tl.cast(index, tl.int64) * passes * BLOCK + row
+        tl.store(sums + first * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
     if p_copy is not None:
         tl.store(p_copy + at[:, None] * d + columns[None, :], b_do, mask=m_tile)
 

@@ -28,7 +28,7 @@ are then counted inside the document, and descriptors are those of `TensorDescri
 bounds by the document: beyond its end it reads zeros and writes nothing.
 
 Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
-Shapes: ROWS = 64 queries of a warpgroup, BLOCK_N keys of a tile, D head dim padded to 64 or 128, W warpgroup.
+Shapes: ROWS = 64 queries of a warpgroup, BLOCK_N keys of a tile, D head dim padded to 64, 128 or 256, W warpgroup.
 """
 
 from triton.experimental import gluon
@@ -71,6 +71,9 @@ class Config:
     D: gl.constexpr
     D_USED: gl.constexpr
     """Columns that S = Q K^T multiplies; the others of D are zero padding."""
+    O_USED: gl.constexpr
+    """Columns of O that are computed: all, except where D_USED is 192 of 256. Of 128 and fewer, narrower matmuls take
+    as long, because they read P from registers as often."""
     BLOCK_N: gl.constexpr
     WARPGROUPS: gl.constexpr
     """Number of consumer warpgroups."""
@@ -175,8 +178,9 @@ def forward_kernel(
     WINDOW: gl.constexpr = lo is not None
     PACKED: gl.constexpr = p_table is not None
     config = Config(
-        CAUSAL=CAUSAL, D=D, D_USED=D_USED, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS, STAGES=STAGES,
-        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS, WINDOW=WINDOW, PACKED=PACKED,
+        CAUSAL=CAUSAL, D=D, D_USED=D_USED, O_USED=D if D <= 128 else D_USED, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS,
+        STAGES=STAGES, MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS, WINDOW=WINDOW,
+        PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if p_partial is not None:
@@ -458,16 +462,14 @@ def _skip_tile(t, over, W: gl.constexpr, config):
 @gluon.jit
 def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl.constexpr):
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N)
-    O_LAYOUT: gl.constexpr = accumulator_layout(config.D)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.D), 2)
     STAGES: gl.constexpr = config.STAGES
     MORE: gl.constexpr = 0.0 if RUNNING_MAX else HEADROOM
     row = work.row + W * ROWS
     first, clear, stop = _own_tiles(row, work, sizes, config)
     q = used_columns(over.s_q.index(W).reshape((ROWS, config.D)), config.D_USED)
     b_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))  # [ROWS], maximum, in powers of 2
-    b_o = gl.zeros((ROWS, config.D), gl.float32, O_LAYOUT)  # [ROWS, D]
+    b_o = zero_sums(config.D, config.O_USED)  # [ROWS, O_USED]
 
     for t in range(first):  # only later queries see these
         _skip_tile(t, over, W, config)
@@ -508,12 +510,12 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
     slot = stop % STAGES
     mbarrier.wait(over.full.index(slot), stop // STAGES & 1)
     s_v = over.s_v.index(slot).reshape((config.BLOCK_N, config.D))
-    b_o, b_p16 = warpgroup_mma_wait(0, deps=[warpgroup_mma(b_p16, s_v, b_o, is_async=True), b_p16])
+    b_o, b_p16, _ = waited(start_products(b_p16, s_v, b_o), b_p16, b_p16)
     for t in range(stop, work.tiles):  # only earlier queries see these
         _skip_tile(t, over, W, config)
 
-    b_m = gl.convert_layout(b_m, ROW_LAYOUT, assert_trivial=True)
-    b_l = gl.convert_layout(gl.sum(b_l, 1), ROW_LAYOUT, assert_trivial=True)  # [ROWS]
+    b_m = _by_rows(b_m, b_o[0])
+    b_l = _by_rows(gl.sum(b_l, 1), b_o[0])  # [ROWS]
     overflow = 0
     if not RUNNING_MAX:
         overflow = gl.max(gl.where(b_l < LIMIT, 0, 1), 0)
@@ -558,8 +560,8 @@ def _step(
     if config.PING_PONG:
         await_turn(over.ping_pong, t, W)
     s_token = start_matmul(q, s_k, zeros)
-    o_token = warpgroup_mma(b_p16, s_v, b_o, is_async=True)
-    b_s = warpgroup_mma_wait(1, deps=[s_token])  # [ROWS, BLOCK_N]
+    o_tokens = start_products(b_p16, s_v, b_o)
+    b_s = warpgroup_mma_wait(len(b_o), deps=[s_token])  # [ROWS, BLOCK_N]
     if config.PING_PONG:
         mbarrier.arrive(over.ping_pong.index(W))
     if KIND == HEAD:
@@ -574,25 +576,25 @@ def _step(
     b_l += _partial_sums(b_p, config.BLOCK_N)
     next_p16 = gl.convert_layout(b_p.to(b_p16.dtype), b_p16.type.layout, assert_trivial=True)
     # `next_p16` too, which nothing waits for: it keeps pairs of P in one register over the loop's end.
-    b_o, b_p16, next_p16 = warpgroup_mma_wait(0, deps=[o_token, b_p16, next_p16])
+    b_o, b_p16, next_p16 = waited(o_tokens, b_p16, next_p16)
     mbarrier.arrive(over.empty.index(slot))
     if RUNNING_MAX:
-        b_o = _rescaled(b_o, rescale, config.D)
+        b_o = _rescaled(b_o, rescale)
     return b_o, next_p16, b_m, b_l
 
 
 @gluon.jit
 def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
     """Store output and logsumexp. `s_o` is the buffer of the queries, which are not read again."""
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, b_o[0].type.layout)
     BLOCK: gl.constexpr = config.WARPGROUPS * ROWS
     D: gl.constexpr = config.D
     sees_none = b_l == 0.0
     b_l = gl.where(sees_none, 1.0, b_l)
-    b_o = b_o / b_l[:, None]
+    b_o = _divided(b_o, b_l)
     b_lse = gl.where(sees_none, float("-inf"), (b_m + gl.log2(b_l)) * LN2)
     if outputs.p_partial is None or gl.program_id(0) < outputs.unsplit:
-        s_o.reshape((ROWS, D)).store(b_o.to(s_o.dtype))
+        store_sums(s_o.reshape((ROWS, D)), b_o)
         fence_async_shared()
         at = place(work.batch, work.head, work.origin_q + row, config.PACKED)
         tma.async_copy_shared_to_global(outputs.desc_o, at, s_o)
@@ -602,9 +604,10 @@ def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
         tma.store_wait(0)
     else:
         rows = row - work.row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, b_o.type.layout))
         p_split = outputs.p_partial + (gl.program_id(0) - outputs.unsplit) * (BLOCK * (D + 1))
-        gl.store(p_split + rows[:, None] * D + columns[None, :], b_o)
+        for i in gl.static_range(len(b_o)):
+            columns = i * (D // 2) + gl.arange(0, b_o[i].shape[1], layout=gl.SliceLayout(0, b_o[i].type.layout))
+            gl.store(p_split + _by_rows(rows, b_o[i])[:, None] * D + columns[None, :], b_o[i])
         gl.store(p_split + BLOCK * D + rows, b_lse)
 
 
@@ -637,6 +640,67 @@ def start_matmul(a, b, zeros):
     if len(a) > 1:
         token = warpgroup_mma(a[1], b.slice(FIRST, a[1].shape[1], dim=1).permute((1, 0)), token, is_async=True)
     return token
+
+
+@gluon.jit
+def zero_sums(D: gl.constexpr, D_USED: gl.constexpr):
+    """Return zeroed accumulators for the `used_columns` of (ROWS, D)."""
+    if D == D_USED:
+        return (gl.zeros((ROWS, D), gl.float32, accumulator_layout(D)),)
+    else:
+        FIRST: gl.constexpr = D // 2
+        REST: gl.constexpr = D_USED - FIRST
+        first = gl.zeros((ROWS, FIRST), gl.float32, accumulator_layout(FIRST))
+        return (first, gl.zeros((ROWS, REST), gl.float32, accumulator_layout(REST)))
+
+
+@gluon.jit
+def start_products(a, b, sums):
+    """Start `sums` += a b, one matmul for each of the `used_columns` of b."""
+    if len(sums) == 1:
+        return (warpgroup_mma(_operand(a, sums[0]), b, sums[0], is_async=True),)
+    else:
+        FIRST: gl.constexpr = sums[0].shape[1]
+        token = warpgroup_mma(_operand(a, sums[0]), b.slice(0, FIRST, dim=1), sums[0], is_async=True)
+        rest = b.slice(FIRST, sums[1].shape[1], dim=1)
+        return (token, warpgroup_mma(_operand(a, sums[1]), rest, sums[1], is_async=True))
+
+
+@gluon.jit
+def _operand(a, sums):
+    return gl.convert_layout(a, gl.DotOperandLayout(0, sums.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def store_sums(s_rows, sums):
+    """Store accumulators to shared memory."""
+    for i in gl.static_range(len(sums)):
+        s_rows.slice(i * (s_rows.shape[1] // 2), sums[i].shape[1], dim=1).store(sums[i].to(s_rows.dtype))
+
+
+@gluon.jit
+def waited(tokens, b_p16, next_p16):
+    """Return O after its matmuls, the P that they have read, and the next P."""
+    if len(tokens) == 1:
+        b_o, b_p16, next_p16 = warpgroup_mma_wait(0, deps=[tokens[0], b_p16, next_p16])
+        return (b_o,), b_p16, next_p16
+    else:
+        b_o, more_o, b_p16, next_p16 = warpgroup_mma_wait(0, deps=[tokens[0], tokens[1], b_p16, next_p16])
+        return (b_o, more_o), b_p16, next_p16
+
+
+@gluon.jit
+def _by_rows(x, sums):
+    """Return a number per row in the layout of an accumulator's rows."""
+    return gl.convert_layout(x, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _divided(sums, b_l):
+    if len(sums) == 1:
+        return (sums[0] / b_l[:, None],)
+    else:
+        return (sums[0] / b_l[:, None], sums[1] / _by_rows(b_l, sums[1])[:, None])
 
 
 @gluon.jit
@@ -701,13 +765,19 @@ def _partial_sums(b_p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled(b_o, rescale, D: gl.constexpr):
-    """Return b_o * rescale; a warp whose factors are all 1 skips the multiplication."""
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True)
-    factors, _ = gl.broadcast(rescale[:, None], b_o)
-    return gl.inline_asm_elementwise(
-        _rescale_asm(D // 2), _constraints(D // 2), [b_o, factors], gl.float32, False, D // 2
-    )
+def _rescaled(sums, rescale):
+    """Return sums * rescale; a warp whose factors are all 1 skips the multiplication."""
+    if len(sums) == 1:
+        return (_rescaled_part(sums[0], rescale),)
+    else:
+        return (_rescaled_part(sums[0], rescale), _rescaled_part(sums[1], rescale))
+
+
+@gluon.jit
+def _rescaled_part(b_o, rescale):
+    COUNT: gl.constexpr = b_o.shape[1] // 2
+    factors, _ = gl.broadcast(_by_rows(rescale, b_o)[:, None], b_o)
+    return gl.inline_asm_elementwise(_rescale_asm(COUNT), _constraints(COUNT), [b_o, factors], gl.float32, False, COUNT)
 
 
 @gluon.constexpr_function

@@ -1,7 +1,7 @@
-"""Launches the kernels of hopper_forward.py and hopper_backward.py.
+"""Launches the kernels of hopper_forward.py, hopper_backward.py and hopper_wide.py.
 
-They take 16-bit tensors, causal masks and windows of any alignment, grouped heads, any lengths, and head dims up to 128
-that the copy engine can move, padded to 64 or 128 with zeros. `dispatch.hopper_problem` checks a call for this;
+They take 16-bit tensors, causal masks and windows of any alignment, grouped heads, any lengths, and head dims up to 256
+that the copy engine can move, padded to 64, 128 or 256 with zeros. `dispatch.hopper_problem` checks a call for this;
 portable_launch.py takes the others.
 """
 
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.flash import hopper_backward, hopper_forward
+from cs336_systems.kernels.flash import hopper_backward, hopper_forward, hopper_wide
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
@@ -26,7 +26,9 @@ from cs336_systems.kernels.triton_compat import TensorDescription
 from cs336_systems.predict.attention_programs import (
     KEYS,
     L2_SHARE,
+    L2_SHARE_192,
     QUERIES,
+    WIDEST_IN_ONE_PASS,
     Split,
     even_end,
     heads_of_part,
@@ -43,8 +45,8 @@ ROUNDS = {"forward": 0, "backward": 2}
 programs are the first of their section, and those of the last section should not be among the last ones."""
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
-D_USED = (80, 96)
-"""Numbers of columns between the two padded head dims that matmuls can have: 64 plus a power of 2."""
+D_USED = (80, 96, 192)
+"""Numbers of columns between the padded head dims that matmuls can have: 64 or 128, plus a power of 2."""
 SM_REGISTERS = 1 << 16
 UNUSED = 16
 """Placeholder for sizes that kernels read from a table of packed documents."""
@@ -80,6 +82,7 @@ class Shape:
 FORWARD = {
     64: Shape(3, 4, ping_pong=True, q_in_registers=False, registers=160),
     128: Shape(2, 3, ping_pong=False, q_in_registers=True, registers=240),
+    256: Shape(2, 2, ping_pong=False, q_in_registers=False, registers=240, keys=64),
 }
 """Launch parameters by padded head dim. At 128 the registers suffice for the output accumulators of two consumers and
 their queries."""
@@ -124,7 +127,7 @@ class Problem:
         self._most_keys = band.most_keys(self.len_k)
         self._results = layout.Results(q, k, v)
         self._forward: Forward | None = None
-        self._backward: Cache[tuple[Any, ...], Backward] = Cache()
+        self._backward: Cache[tuple[Any, ...], AnyBackward] = Cache()
         """Layout of the gradient -> plans; making plans takes 339 us."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
@@ -156,16 +159,12 @@ class Problem:
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
         plans.prepare((out, grad), (lse, grad_lse, scratch, copy, None))
-        partial = None if plans.split is None else plans.split.allocate(q.device)
-        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial, None), scale)
-        plans.finish((dq,), (scratch, None), scale)
-        if plans.split is not None:
-            plans.split.combine((dk, dv), (partial,))
+        plans.run((q, k, v, own), scratch, (dq, dk, dv), NO_TABLES, scale)
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
-        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
-        return torch.empty(self.all_queries * (2 + self.block_d), dtype=torch.float32, device=device)
+        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ, if it is summed up."""
+        return torch.empty(self.all_queries * (2 + sums_of(self.block_d)), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """Return the plans for (q, k, v, out)."""
@@ -176,7 +175,9 @@ class Problem:
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
         shift = blocks * rows - groups * ROWS if self.causal else 0
         split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, shape.keys), shape.residents)
-        schedule = self._order("forward", blocks, self.heads, 4 * d * self.len_k)
+        in_small_sections = self.d_used == 192 and not self.causal and self.lo is None
+        share = L2_SHARE_192 if in_small_sections else L2_SHARE["forward"]
+        schedule = self._order("forward", blocks, self.heads, share // (4 * d * self.len_k))
         main = self._plan(
             hopper_forward.forward_kernel,
             split.programs,
@@ -201,23 +202,29 @@ class Problem:
 
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> "Backward":
+    ) -> "AnyBackward":
         d, all_heads = self.block_d, self.batch * self.kv_heads
-        queries = QUERIES[d]
-        even = self.len_k % KEYS == 0
-        blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
         copies_grad, meta = not suits_tma(grad), torch.device("meta")
         own = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies_grad else grad
         scratch = self.scratch(meta)
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
-        prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
+        prepare = self._plan_prepare(out, grad)
+        if sums_of(d) == 0:
+            tensors = (q, k, v, own, lse, lse)
+            passes = [self._plan_pass(tensors, of, into) for of, into in zip(GRADIENTS, (dq, dk, dv), strict=True)]
+            return WideBackward(prepare, passes, copies_grad)
+        queries = QUERIES[d]
+        even = self.len_k % KEYS == 0
+        blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
+        finish = self._plan_finish(dq)
         parts = self._parts_of_group(blocks, queries)
         assert parts in numbers_of_parts(self.group), "the kernel knows from its largest part whether parts are equal"
         if parts > 1:
             split = Split(blocks * all_heads, 0, parts)
         else:
             split = self._split("backward", blocks * all_heads, q_blocks * self.group)
-        section = self._order("backward", blocks, self.kv_heads, 8 * d * self.len_q * self.group)
+        fit = L2_SHARE["backward"] // (8 * d * self.len_q * self.group)
+        section = self._order("backward", blocks, self.kv_heads, fit)
         schedule = (section, split.unsplit, split.splits)
         main = self._plan(
             hopper_backward.backward_kernel,
@@ -251,8 +258,30 @@ class Problem:
         sizes = (self.heads, self.len_q, self.d, self.padded // PREPARED, self.all_queries)
         return Plan(
             hopper_backward.prepare_kernel, self.all_queries // PREPARED, self.device, (), None,
-            before=(out.stride(), grad.stride(), *sizes), after=(self.block_d, PREPARED), options={"num_warps": 4},
+            before=(out.stride(), grad.stride(), *sizes), after=(self.block_d, PREPARED, sums_of(self.block_d) > 0),
+            options={"num_warps": 4},
         )  # fmt: skip
+
+    def _plan_pass(self, tensors: Sequence[Tensor], gradient: Any, into: Tensor) -> Plan:
+        """Return the plan of one gradient of wide heads. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+        d, tile = self.block_d, (1, 1, ROWS, self.block_d)
+        of_q = gradient is hopper_wide.OF_Q
+        heads, rows, seen = (
+            (self.heads, self.len_q, self.len_k) if of_q else (self.kv_heads, self.len_k, self.len_q * self.group)
+        )
+        blocks = triton.cdiv(rows, KEYS)
+        return self._plan(
+            hopper_wide.gradient_kernel,
+            blocks * self.batch * heads,
+            (*tensors, into),
+            [tile] * 4 + [(ROWS,)] * 2 + [tile],
+            before=(self.heads, self.len_q, self.len_k, self.padded, self.lo, self.hi),
+            after=(
+                *(blocks, self._order("forward", blocks, heads, L2_SHARE["forward"] // (4 * d * seen))),
+                *(gradient, self.causal, d, self.d_used, self.group),
+            ),
+            starts={4: 0, 5: self.all_queries},
+        )
 
     def _plan_finish(self, dq: Tensor) -> Plan:
         sizes = (self.heads, self.len_q, self.d, self.padded // FINISHED, self.all_queries)
@@ -262,9 +291,9 @@ class Problem:
             options={"num_warps": 8, "launch_pdl": True},
         )  # fmt: skip
 
-    def _order(self, kernel: str, blocks: int, heads: int, head_bytes: int) -> "Schedule":
+    def _order(self, kernel: str, blocks: int, heads: int, fit: int) -> "Schedule":
         least = ROUNDS[kernel] * _multiprocessors(self.device) if self.causal else 0
-        return order(blocks, self.batch, heads, L2_SHARE[kernel] // head_bytes, least)
+        return order(blocks, self.batch, heads, fit, least)
 
     def _split(self, kernel: str, units: int, tiles: int, residents: int = 1) -> Split:
         # With a causal mask the last programs are the shortest, and all multiprocessors finish together.
@@ -338,8 +367,9 @@ class PackedProblem:
         self._shape = forward_shape(self._own.block_d, keys, self._causal, self._lo is not None)
         self._query_blocks = Blocks(self._shape.warpgroups * ROWS, False, mask.order)
         self._key_blocks = Blocks(KEYS, True, mask.order)
+        self._wide_blocks = Blocks(KEYS, False, mask.order)
         self._forward: Plan | None = None
-        self._backward: Cache[tuple[Any, ...], Backward] = Cache()
+        self._backward: Cache[tuple[Any, ...], AnyBackward] = Cache()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
@@ -364,18 +394,19 @@ class PackedProblem:
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
-        in_order, by_work = self._table(packing, IN_ORDER), self._table(packing, self._key_blocks)
+        in_order = self._table(packing, IN_ORDER)
+        by_queries = self._table(packing, self._wide_blocks) if sums_of(self._own.block_d) == 0 else None
+        tables = Tables(in_order, by_queries, self._table(packing, self._key_blocks))
         copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
         plans.prepare((out, grad), (lse, grad_lse, scratch, copy, in_order))
-        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (None, by_work), scale)
-        plans.finish((dq,), (scratch, in_order), scale)
+        plans.run((q, k, v, own), scratch, (dq, dk, dv), tables, scale)
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
-        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
-        return torch.empty(self._all_queries * (2 + self._own.block_d), dtype=torch.float32, device=device)
+        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ, if it is summed up."""
+        return torch.empty(self._all_queries * (2 + sums_of(self._own.block_d)), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """Return the plan for (q, k, v, out)."""
@@ -399,13 +430,23 @@ class PackedProblem:
 
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> "Backward":
+    ) -> "AnyBackward":
         own, d = self._own, self._own.block_d
-        queries, blocks = QUERIES[d], most_blocks(KEYS, self._own.len_k, self._documents)
         copies_grad, meta = not suits_tma(grad), torch.device("meta")
         own_grad = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies_grad else grad
         scratch, count = self.scratch(meta), self._all_queries
         lse, sums = scratch[:count], scratch[2 * count :].view(-1, 32)
+        sizes = (own.heads, own.len_q, own.d)
+        prepare = Plan(
+            hopper_backward.prepare_kernel, count // PREPARED, own.device, (), None,
+            before=(out.stride(), grad.stride(), *sizes, self._padded // PREPARED, count),
+            after=(d, PREPARED, sums_of(d) > 0), options={"num_warps": 4},
+        )  # fmt: skip
+        if sums_of(d) == 0:
+            tensors = (q, k, v, own_grad, lse, lse)
+            passes = [self._plan_pass(tensors, of, into) for of, into in zip(GRADIENTS, (dq, dk, dv), strict=True)]
+            return WideBackward(prepare, passes, copies_grad)
+        queries, blocks = QUERIES[d], most_blocks(KEYS, self._own.len_k, self._documents)
         programs = blocks * own.kv_heads
         fit = L2_SHARE["backward"] // (8 * d * own.len_q * own.group)
         main = self._plan(
@@ -425,18 +466,29 @@ class PackedProblem:
             starts={4: 0, 5: count, 6: 2 * count},
             options={"launch_pdl": True},
         )
-        sizes = (own.heads, own.len_q, own.d)
-        prepare = Plan(
-            hopper_backward.prepare_kernel, count // PREPARED, own.device, (), None,
-            before=(out.stride(), grad.stride(), *sizes, self._padded // PREPARED, count),
-            after=(d, PREPARED), options={"num_warps": 4},
-        )  # fmt: skip
         finish = Plan(
             hopper_backward.finish_kernel, count // FINISHED, own.device, (), None,
             before=(dq.stride()[:3], *sizes, self._padded // FINISHED, count),
             after=(d, FINISHED), options={"num_warps": 8, "launch_pdl": True},
         )  # fmt: skip
         return Backward(prepare, main, finish, copies_grad)
+
+    def _plan_pass(self, tensors: Sequence[Tensor], gradient: Any, into: Tensor) -> Plan:
+        """Return the plan of one gradient of wide heads. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+        own, d = self._own, self._own.block_d
+        of_q = gradient is hopper_wide.OF_Q
+        heads, rows, seen = (own.heads, own.len_q, own.len_k) if of_q else (own.kv_heads, own.len_k, own.len_q)
+        blocks = most_blocks(KEYS, rows, self._documents)
+        fit = L2_SHARE["forward"] // (4 * d * seen * (1 if of_q else own.group))
+        return self._plan(
+            hopper_wide.gradient_kernel,
+            blocks * heads,
+            (*tensors, into),
+            [(ROWS, d)] * 4 + [(ROWS,)] * 2 + [(ROWS, d)],
+            before=(own.heads, UNUSED, UNUSED, self._padded, self._lo, self._hi),
+            after=(blocks, order(blocks, 1, heads, fit), gradient, self._causal, d, own.d_used, own.group),
+            starts={4: 0, 5: self._all_queries},
+        )
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
@@ -542,6 +594,17 @@ class Forward:
     split: SplitPlan | None = None
 
 
+class Tables(NamedTuple):
+    """Tables of the blocks of packed documents."""
+
+    in_order: Tensor | None
+    by_queries: Tensor | None
+    by_keys: Tensor | None
+
+
+NO_TABLES = Tables(None, None, None)
+
+
 @dataclass
 class Backward:
     prepare: Plan
@@ -550,3 +613,44 @@ class Backward:
     copies_grad: bool
     """True if TMA cannot read the gradient's layout, so that `prepare` makes a copy."""
     split: SplitPlan | None = None
+
+    def run(
+        self, inputs: Sequence[Tensor], scratch: Tensor, gradients: Sequence[Tensor], tables: Tables, scale: float
+    ) -> None:
+        """Launch what follows `prepare`. `inputs`: q, k, v and the output's gradient."""
+        dq, dk, dv = gradients
+        partial = None if self.split is None else self.split.allocate(dq.device)
+        self.main((*inputs, scratch, scratch, scratch, dk, dv), (partial, tables.by_keys), scale)
+        self.finish((dq,), (scratch, tables.in_order), scale)
+        if self.split is not None:
+            self.split.combine((dk, dv), (partial,))
+
+
+GRADIENTS = (hopper_wide.OF_Q, hopper_wide.OF_K, hopper_wide.OF_V)
+
+
+@dataclass
+class WideBackward:
+    """A pass for each gradient, for head dims above 128."""
+
+    prepare: Plan
+    passes: Sequence[Plan]
+    """Those of the gradients of q, k and v."""
+    copies_grad: bool
+
+    def run(
+        self, inputs: Sequence[Tensor], scratch: Tensor, gradients: Sequence[Tensor], tables: Tables, scale: float
+    ) -> None:
+        """Launch what follows `prepare`. `inputs`: q, k, v and the output's gradient."""
+        blocks = (tables.by_queries, tables.by_keys, tables.by_keys)
+        for launch, into, table in zip(self.passes, gradients, blocks, strict=True):
+            launch((*inputs, scratch, scratch, into), (table,), scale)
+
+
+AnyBackward = Backward | WideBackward
+
+
+def sums_of(block_d: int) -> int:
+    """Return the number of fp32 values in which scratch memory sums up the dQ of a query: none with a pass for each
+    gradient."""
+    return block_d if block_d <= WIDEST_IN_ONE_PASS else 0

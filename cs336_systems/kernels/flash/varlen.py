@@ -33,6 +33,8 @@ HOPPER_LENGTH = 128
 forward and backward, they are 1.3 to 1.5 times as fast as the portable ones, at 1k three times."""
 HOPPER_PADDING = 128
 """Their backward pads the queries of a document to a multiple of this."""
+HOPPER_HEAD_DIM = 128
+"""Largest head dim for which they are taken; with wider heads they have not been measured on packed documents."""
 HOPPER_ELEMENTS = 1 << 22
 """Elements of q from which their programs fill the GPU."""
 
@@ -135,8 +137,8 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
             dtype = autocast_dtype(q) or q.dtype
             is_long = q.shape[2] >= HOPPER_LENGTH * documents and mask.band.most_keys(q.shape[2]) >= HOPPER_LENGTH
             is_large = is_long and q.numel() >= HOPPER_ELEMENTS
-            on_hopper = is_large and not deterministic and dispatch.hopper_problem(q, k, mask.band, dtype) is None
-            on_hopper = on_hopper and _fits_hopper(q, documents)
+            on_hopper = is_large and dispatch.hopper_problem(q, k, mask.band, dtype, deterministic) is None
+            on_hopper = on_hopper and q.shape[3] <= HOPPER_HEAD_DIM and _fits_hopper(q, documents)
             return "flash_hopper" if on_hopper else "flash_triton"
         dispatch.warn(f"attention: {problem}; using plain PyTorch instead")
     return "flash_torch"

@@ -382,6 +382,8 @@ def _logits(rows: Tensor, matrix: Tensor) -> Tensor:
     """Return rows @ matrix^T, with rows in memory that begin at multiples of LOGIT_ALIGNMENT."""
     width = len(matrix)
     memory = rows.new_empty(len(rows), -(-width // LOGIT_ALIGNMENT) * LOGIT_ALIGNMENT)
+    if rows.device.type == "cpu":  # with AMX, bf16 matmuls read the padding: times 0, but NaN * 0 is NaN
+        memory[:, width:] = 0
     for part in _vocabulary_parts(width):
         torch.mm(rows, matrix[part].t(), out=memory[:, part])
     return memory[:, :width]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from cs336_systems.predict.attention_programs import (
     L2_SHARE,
+    WIDEST_IN_ONE_PASS,
     causal_tiles,
     heads_of_part,
     heads_of_section,
@@ -78,6 +79,8 @@ KEY_TILES = {64: (128, 64), 128: (64, 64)}
 """Queries and keys of a tile in programs of keys, if these have a separate kernel."""
 KEY_TILE_TIME = 4 / 3
 """Time of a tile in a program of keys relative to one in a program of queries: four matmuls, not three."""
+PASSES_TIME = 1.7
+"""Relative time of the Hopper kernels' backward with a pass for each gradient: 8 matmuls in place of 5."""
 UPDATE_SHARE = 0.85
 """Share of the bandwidth that updates of sums in memory reach."""
 
@@ -235,7 +238,7 @@ def pass_names(kernel: AttentionPass) -> list[str]:
     is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH, first + SHORT)
     if not is_own:
         return [kernel.name, f"{first} {TRITON_WIDE}"] if kernel.name.endswith(TRITON_TF32) else [kernel.name]
-    if kernel.name == "backward" and kernel.kv_heads < kernel.heads:
+    if _has_one_pass(kernel) and kernel.kv_heads < kernel.heads:
         return ["backward grouped", "backward"]
     return list(dict.fromkeys((kernel.name, first)))
 
@@ -243,7 +246,7 @@ def pass_names(kernel: AttentionPass) -> list[str]:
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
     """Return the rates of the kernel's head dim. Other head dims are rounded up to a multiple of 32 and interpolated
     between measured neighbours; beyond the largest, the time of tiles is proportional to the head dim. Portable kernels
-    and those in fp32 pad the head dim to a power of 2."""
+    and those in fp32 pad the head dim to a power of 2, and the Hopper kernels use 192 or 256 columns above 128."""
     dims: dict[str, list[int]] = {}
     for key in profile.attention:
         own, _, number = key.rpartition(" ")
@@ -253,7 +256,9 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
     pads = kernel.name.endswith((PORTABLE, SMALL_PATH, TRITON_WIDE, TRITON_TF32))
-    dim = power_of_2(kernel.head_dim) if pads else -(-kernel.head_dim // 32) * 32
+    is_wide = kernel.name in ("forward", "backward") and kernel.head_dim > WIDEST_IN_ONE_PASS
+    unit = 64 if is_wide else 32
+    dim = power_of_2(kernel.head_dim) if pads else -(-kernel.head_dim // unit) * unit
     if dim in known:
         return profile.attention[f"{name} {dim}"]
     below = profile.attention[f"{name} {max(own for own in known if own < kernel.head_dim)}"]
@@ -262,6 +267,8 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
         larger = dim / known[-1]
         if tiles := SMALL_TILES.get(kernel.name):
             larger *= math.prod(_portable_tile(kernel, tiles)) / math.prod(tiles[known[-1]])
+        elif _is_hopper_backward(kernel) and known[-1] <= WIDEST_IN_ONE_PASS:
+            larger *= PASSES_TIME
         return dataclasses.replace(below, tile=below.tile * larger)
     upper, lower = profile.attention[f"{name} {above}"], max(own for own in known if own < kernel.head_dim)
     share = (dim - lower) / (above - lower)
@@ -293,10 +300,18 @@ def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, ba
 def head_parts(kernel: AttentionPass, sms: int) -> int:
     """Return the number of programs that share the query heads of a KV head."""
     group = kernel.heads // kernel.kv_heads
-    if kernel.name != "backward" or group == 1:
+    if group == 1 or not _has_one_pass(kernel):
         return 1
     tiles = causal_tiles(kernel.length, kernel.head_dim)
     return parts_of_group(group, kernel.head_dim, tiles, kernel.batch * kernel.kv_heads, sms)
+
+
+def _is_hopper_backward(kernel: AttentionPass) -> bool:
+    return kernel.name == "backward"
+
+
+def _has_one_pass(kernel: AttentionPass) -> bool:
+    return _is_hopper_backward(kernel) and kernel.head_dim <= WIDEST_IN_ONE_PASS
 
 
 def small_program_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
@@ -345,7 +360,7 @@ def gradient_traffic(kernel: AttentionPass, sms: int) -> float:
     """Return the bytes that the tiles of backward move between memory and the L2 cache: queries and their gradients are
     read, and fp32 sums of dQ updated. Concurrent programs of one head share them. Only the Hopper kernels count, whose
     sections of heads kernels/flash/hopper_launch.py chooses."""
-    if kernel.name != "backward":
+    if not _has_one_pass(kernel):
         return 0.0
     blocks, group = -(-kernel.length // TILE), kernel.heads // kernel.kv_heads
     per_head = 8 * kernel.head_dim * kernel.length * group

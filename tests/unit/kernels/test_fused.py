@@ -309,6 +309,18 @@ def test_large_logits(dtype):
     compare({"out0": found["out0"]}, {"out0": expected["out0"]}, LIMITS[dtype])
 
 
+@DTYPES
+def test_logits_are_padded_with_zeros(dtype):
+    """With AMX, oneDNN's bf16 matmuls read the padding of rows, and NaN in memory that was freed made NaN of
+    gradients."""
+    rows, matrix = torch.randn(3, 8).to(dtype), torch.randn(61, 8).to(dtype)
+    with poisoned_memory():
+        logits = fused._logits(rows, matrix)
+    padded = logits.as_strided((3, 64), logits.stride())
+    assert (padded[:, 61:] == 0).all()
+    assert logits.isfinite().all()
+
+
 class Largest(TorchDispatchMode):
     """Number of elements of the largest tensor that operators return."""
 

@@ -35,12 +35,12 @@ def on_a_hopper_gpu(monkeypatch):
         monkeypatch.setattr(module, name, lambda device: None)
 
 
-def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64):
+def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, deterministic=False):
     q, k = (torch.empty(4, 16, length, d, dtype=dtype, device="meta") for length in (len_q, len_k))
-    return module.hopper_problem(q, k, band, dtype)
+    return module.hopper_problem(q, k, band, dtype, deterministic)
 
 
-@pytest.mark.parametrize("d", [40, 64, 72, 80, 96, 128])
+@pytest.mark.parametrize("d", [40, 64, 72, 80, 96, 128, 136, 192, 256])
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(None, -3), Band(-5, 0)], ids=str)
 def test_supported_calls(on_a_hopper_gpu, band, d):
     assert problem(band, d=d) is None
@@ -52,7 +52,10 @@ def test_supported_calls(on_a_hopper_gpu, band, d):
         ({"dtype": torch.float32}, "float32"),
         ({"d": 32}, "32"),
         ({"d": 68}, "68"),
-        ({"d": 136}, "136"),
+        ({"d": 132}, "132"),
+        ({"d": 264}, "264"),
+        ({"deterministic": True}, "no fixed order"),
+        ({"deterministic": True, "d": 128}, "no fixed order"),
         ({"len_q": 0}, "queries"),
         ({"len_k": 0}, "key"),
     ],
@@ -65,7 +68,8 @@ def test_unsupported_calls(on_a_hopper_gpu, arguments, reason):
 @pytest.mark.parametrize(("length", "name"), [(4096, "flash_hopper"), (1024, "flash_triton")])
 def test_large_problems_use_the_hopper_kernels(on_a_hopper_gpu, length, name):
     assert module.best_fused(4 * 1024 * length, length, 64, torch.device("cpu")) == name
-    assert module.best_fused(4 * 1024 * length, length, 200, torch.device("cpu")) == "flash_triton"
+    assert module.best_fused(4 * 1024 * length, length, 200, torch.device("cpu")) == name
+    assert module.best_fused(4 * 1024 * length, length, 36, torch.device("cpu")) == "flash_triton"
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter takes CPU tensors")
@@ -75,8 +79,18 @@ def test_cpu_tensors_are_refused():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("d", "name"), [(128, "flash_triton"), (136, "flash_hopper"), (256, "flash_hopper")])
+def test_deterministic_calls_of_wide_heads_use_the_hopper_kernels(on_a_hopper_gpu, d, name):
+    from unittest import mock
+
+    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(4, 16, 4096, d), device=torch.device("cpu"))
+    q.numel.return_value = 4 * 16 * 4096 * d
+    assert module.choose(q, q, CAUSAL, deterministic=True) == name
+    assert module.choose(q, q, CAUSAL) == "flash_hopper"
+
+
 def test_deterministic_calls_are_refused(on_a_hopper_gpu):
-    with pytest.raises(ValueError, match=r"flash_hopper.*flash_triton"):
+    with pytest.raises(ValueError, match=r"flash_hopper.*no fixed order.*auto"):
         attention(*torch.zeros(3, 1, 2, 5, 64, dtype=torch.bfloat16), impl="flash_hopper", deterministic=True)
 
 
@@ -242,6 +256,52 @@ def test_the_heads_of_a_group_are_divided_among_programs(batch, kv_heads, group,
     assert sorted(visited) == sorted(list(range(group)) * units)
 
 
+# -- head dims above 128 -----------------------------------------------------------------------------------------------
+
+
+@needs_gluon
+@pytest.mark.parametrize(("d", "columns"), [(136, 192), (192, 192), (200, 256), (256, 256)])
+def test_each_gradient_of_wide_heads_has_a_pass(d, columns):
+    """Programs own 128 queries or keys, and scratch memory has no sums of dQ."""
+    from cs336_systems.kernels.flash.hopper_launch import Problem, WideBackward
+
+    q = torch.empty(2, 6, 1000, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 700, d, dtype=torch.bfloat16, device="meta")
+    problem = Problem(q, k, k, CAUSAL)
+    plans = problem.plan_backward(q, k, k, q, q, q, k, k)
+    assert isinstance(plans, WideBackward)
+    assert [each.programs for each in plans.passes] == [2 * 6 * 8, 2 * 2 * 6, 2 * 2 * 6]
+    assert all(each.after[-3:] == (256, columns, 3) for each in plans.passes)
+    assert problem.scratch(q.device).numel() == 2 * (2 * 6 * 1024)
+
+
+@needs_gluon
+def test_packed_documents_of_wide_heads_have_programs_for_every_block():
+    from cs336_systems.kernels.flash.hopper_launch import PackedProblem
+    from cs336_systems.kernels.flash.packing import PackedMask, most_blocks
+
+    q, k = (torch.empty(1, heads, 5000, 256, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
+    problem = PackedProblem(q, k, k, PackedMask(CAUSAL, False), 20)
+    passes = problem.plan_backward(q, k, k, q, q, q, k, k).passes
+    blocks = most_blocks(128, 5000, 20)
+    assert [each.programs for each in passes] == [6 * blocks, 2 * blocks, 2 * blocks]
+
+
+@needs_gluon
+@pytest.mark.parametrize(("band", "is_small"), [(Band(), True), (CAUSAL, False), (Band(-500, None), False)], ids=str)
+def test_sections_of_192_columns_are_small_without_a_mask(band, is_small):
+    """Measured: see attention_programs.L2_SHARE_192."""
+    from cs336_systems.kernels.flash.hopper_launch import Problem, Schedule
+
+    def section(d):
+        q = torch.empty(1, 16, 8192, d, dtype=torch.bfloat16, device="meta")
+        after = Problem(q, q, q, band).plan_forward((q, q, q, q)).main.after
+        return next(x for x in after if isinstance(x, Schedule)).section
+
+    assert section(256) == 4
+    assert section(192) == (1 if is_small else 4)
+
+
 # -- packed documents --------------------------------------------------------------------------------------------------
 
 
@@ -261,10 +321,10 @@ def test_long_documents_use_the_hopper_kernels(on_a_hopper_gpu, tokens, document
     from cs336_systems.kernels.flash import varlen
     from cs336_systems.kernels.flash.packing import PackedMask
 
-    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 16, tokens, 64), device=torch.device("cpu"))
-    q.numel.return_value = 16 * tokens * 64
-    assert varlen.choose(q, q, PackedMask(band, False), documents, False) == name
-    assert varlen.choose(q, q, PackedMask(band, False), documents, True) == "flash_triton"
+    for d, deterministic, chosen in ((64, False, name), (64, True, "flash_triton"), (256, False, "flash_triton")):
+        q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 16, tokens, d), device=torch.device("cpu"))
+        q.numel.return_value = 16 * tokens * d
+        assert varlen.choose(q, q, PackedMask(band, False), documents, deterministic) == chosen
 
 
 def test_scratch_memory_of_many_documents_is_refused(on_a_hopper_gpu):
