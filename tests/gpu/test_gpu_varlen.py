@@ -7,9 +7,11 @@ documents in float64.
 import functools
 import importlib
 import math
+import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -106,13 +108,15 @@ def implementation(impl, **options):
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request):
     """Compile the kernels of all families side by side, each in a process of its own, into Triton's cache on disk: one
-    after another they take longer than all tests."""
+    after another they take longer than all tests. With several workers (`-n`) these compile side by side anyway."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     chosen = " ".join(item.name for item in request.session.items)
     names = [(name, "flash_triton") for name in FAMILIES if "flash_triton" in chosen]
     names += [(name, IMPLS[1]) for name, family in FAMILIES.items() if IMPLS[1] in chosen and covered(family)]
     command = (sys.executable, "-m", "tests.gpu.test_gpu_varlen")
-    for process in [subprocess.Popen([*command, *pair], cwd=ROOT) for pair in names]:
-        process.wait()  # the tests will show a failure
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda pair: subprocess.run([*command, *pair], cwd=ROOT), names))  # the tests will show a failure
 
 
 def compile_family(name, impl):
