@@ -14,10 +14,9 @@ from dataclasses import dataclass
 SHORT_KEYS = {
     64: {"full": 1024, "causal": 4096, "window": 8192},
     128: {"full": 256, "causal": 512, "window": 4096},
-    256: {"full": 0, "causal": 0, "window": 0},
 }
 """Largest number of keys that a query sees for which small programs are faster, by padded head dim and mask; measured
-on an H200. With a head dim of 256 an SM's shared memory holds one program."""
+on an H200. With a head dim of 256 there are no small programs: an SM's shared memory holds one program."""
 
 
 WIDEST_IN_ONE_PASS = 128
@@ -36,7 +35,8 @@ def sees_few_keys(head_dim: int, keys: float, mask: str) -> bool:
     Besides its tiles a program takes as long as four of them: start, first loads, last stores. Several small programs
     on a multiprocessor hide that from each other, but each loads the keys for half or a third as many queries.
     """
-    return keys <= SHORT_KEYS[padded_head_dim(head_dim)][mask]
+    limits = SHORT_KEYS.get(padded_head_dim(head_dim))
+    return limits is not None and keys <= limits[mask]
 
 
 # -- backward ---------------------------------------------------------------------------------------------------------

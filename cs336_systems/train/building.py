@@ -17,6 +17,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.parallel.torch_engine import TorchEngine, store_shard
+from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
@@ -75,6 +76,8 @@ def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
 def _repeatable_attention(run: RunConfig) -> str:
     """Return an attention implementation with repeatable gradients, for the comparison of two runs."""
     if not run.device.startswith("cuda") or run.attention not in ("auto", "flash_hopper", "sdpa"):
+        return run.attention
+    if run.attention == "flash_hopper" and run.model.head_dim > WIDEST_IN_ONE_PASS:
         return run.attention
     if run.attention != "auto":
         raise UserError(

@@ -1,6 +1,6 @@
 """Attention inside packed documents on a GPU: `pytest -m gpu tests/gpu/test_gpu_varlen.py`.
 
-325 random packings in 13 families; a family shares its compiled kernels. Results are compared with a loop over
+350 random packings in 14 families; a family shares its compiled kernels. Results are compared with a loop over
 documents in float64.
 """
 
@@ -56,6 +56,7 @@ FAMILIES = {
     "end-192": Family(192, FP16, "bottom-right", group=4, own_keys=True),
     "window-256": Family(256, BF16, "bottom-right", (40, 8), own_keys=True),
     "full-160": Family(160, BF16, own_keys=True),
+    "left-256": Family(256, BF16, "top-left", (70, None), own_keys=True),
     "fp32-64": Family(64, FP32, True, (70, None), group=2),
 }
 
@@ -173,16 +174,20 @@ def test_other_implementations(impl):
 IMPLS = ["flash_triton", "flash_hopper"]
 
 
+by_head_dim = pytest.mark.parametrize("d", [64, 256])
+
+
 def skip_unless_hopper(impl):
     if impl == "flash_hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for compute capability 9.0")
 
 
+@by_head_dim
 @pytest.mark.parametrize("impl", IMPLS)
-def test_slices_of_one_tensor_and_a_gradient_of_ones(impl):
+def test_slices_of_one_tensor_and_a_gradient_of_ones(impl, d):
     skip_unless_hopper(impl)
-    case = Packed((100, 0, 300, 1, 111), is_causal=True)
-    qkv = torch.randn(512, 3, 2, 64, device="cuda", dtype=BF16, requires_grad=True)
+    case = Packed((100, 0, 300, 1, 111), d=d, is_causal=True)
+    qkv = torch.randn(512, 3, 2, d, device="cuda", dtype=BF16, requires_grad=True)
     found, _ = implementation(impl)(*qkv.unbind(1), **case.offsets("cuda"), **case.mask)
     found.sum().backward()
     q, k, v = (x.detach() for x in qkv.unbind(1))
@@ -192,12 +197,13 @@ def test_slices_of_one_tensor_and_a_gradient_of_ones(impl):
     assert not wrong, "\n".join(wrong)
 
 
+@by_head_dim
 @pytest.mark.parametrize("impl", IMPLS)
-def test_neighbours_full_of_nan_do_not_matter(impl):
+def test_neighbours_full_of_nan_do_not_matter(impl, d):
     """Every result of a document is as if the others were not there."""
     skip_unless_hopper(impl)
     lengths = (100, 77, 200, 7)
-    case = Packed(lengths, is_causal=True)
+    case = Packed(lengths, d=d, is_causal=True)
     inputs = make_packed(case, BF16, device="cuda")
     call = {**case.offsets("cuda"), **case.mask}
     clean = differentiate(lambda q, k, v: implementation(impl)(q, k, v, **call), inputs)
@@ -213,11 +219,12 @@ def test_neighbours_full_of_nan_do_not_matter(impl):
     assert torch.equal(dirty["lse"][:, rows], clean["lse"][:, rows])
 
 
+@by_head_dim
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_cuda_graph_takes_other_documents(impl):
+def test_a_cuda_graph_takes_other_documents(impl, d):
     """The offsets are read on the GPU: a captured graph serves every packing of its size."""
     skip_unless_hopper(impl)
-    first, second = Packed((100, 28, 128), is_causal=True), Packed((1, 0, 250), is_causal=True, after_q=5)
+    first, second = Packed((100, 28, 128), d=d, is_causal=True), Packed((1, 0, 250), d=d, is_causal=True, after_q=5)
     inputs = make_packed(first, BF16, device="cuda")
     offsets = first.offsets("cuda")["cu_seqlens_q"]
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
@@ -271,10 +278,11 @@ def test_compiled():
     assert compare_packed(found, inputs, case) == []
 
 
+@by_head_dim
 @pytest.mark.parametrize("impl", IMPLS)
-def test_operator_checks(impl):
+def test_operator_checks(impl, d):
     skip_unless_hopper(impl)
-    case = Packed((100, 0, 28, 128), is_causal=True)
+    case = Packed((100, 0, 28, 128), d=d, is_causal=True)
     inputs, offsets = make_packed(case, BF16, device="cuda"), case.offsets("cuda")["cu_seqlens_q"]
     tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     operator = getattr(torch.ops.cs336, f"{impl}_varlen_forward").default

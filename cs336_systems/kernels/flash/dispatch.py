@@ -37,8 +37,10 @@ HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 HOPPER_WORTH = 1 << 33
 """Minimum product of q's elements and keys from which the Hopper kernels are faster: their programs are large, and too
 few of them do not fill the GPU."""
+HOPPER_PADDING = 128
+"""The backward of the Hopper kernels pads the queries of a head, or of a document, to a multiple of this."""
 HOPPER_MAX_QUERIES = 1 << 28
-"""Maximum number of queries of all heads: offsets into the scratch memory are 32 bits wide."""
+"""Maximum number of padded queries of all heads: offsets into the scratch memory are 32 bits wide."""
 DTYPES = (*TRITON_DTYPES, torch.float64)
 SDPA_BANDS = (Band(), Band(hi=0))
 """Bands that torch's own attention supports without a mask."""
@@ -314,9 +316,12 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype, determi
         return f"it takes head dims from 40 to 256 in steps of 8, got {q.shape[3]}"
     if deterministic and q.shape[3] <= WIDEST_IN_ONE_PASS:
         return f"it adds up dq in no fixed order for head dims up to {WIDEST_IN_ONE_PASS}, got {q.shape[3]}"
-    queries = q.shape[0] * q.shape[1] * q.shape[2]
+    queries = q.shape[0] * q.shape[1] * (-(-q.shape[2] // HOPPER_PADDING) * HOPPER_PADDING)
     if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
-        return f"it takes 1 to {HOPPER_MAX_QUERIES} queries in all heads, and at least one key"
+        return (
+            f"it takes at least one query and one key, and up to {HOPPER_MAX_QUERIES} queries in all heads, those of "
+            f"each head counted up to a multiple of {HOPPER_PADDING}"
+        )
     return gluon_problem(q.device)
 
 

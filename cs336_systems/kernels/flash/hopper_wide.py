@@ -395,6 +395,6 @@ def _masked(b_s, row, column, sizes, config):
         b_s = gl.where(columns >= rows + sizes.low, b_s, float("-inf"))
     if config.ABOVE:
         b_s = gl.where(columns <= rows + sizes.high, b_s, float("-inf"))
-    if config.GRADIENT == OF_Q:  # keys beyond the end; queries there have dO = 0
+    if config.GRADIENT == OF_Q:  # hides keys beyond the end; queries there need no mask: their dO and delta are 0
         b_s = gl.where(columns < sizes.columns, b_s, float("-inf"))
     return b_s

@@ -31,10 +31,9 @@ from cs336_systems.kernels.flash.reference import packed_attention_and_lse
 HOPPER_LENGTH = 128
 """Mean length of documents, and width of windows, from which the Hopper kernels are taken. At a mean of 134 tokens,
 forward and backward, they are 1.3 to 1.5 times as fast as the portable ones, at 1k three times."""
-HOPPER_PADDING = 128
-"""Their backward pads the queries of a document to a multiple of this."""
 HOPPER_HEAD_DIM = 128
-"""Largest head dim for which they are taken; with wider heads they have not been measured on packed documents."""
+"""Largest head dim for which "auto" takes them: with wider heads and packed documents they have not been tested on a
+GPU yet."""
 HOPPER_ELEMENTS = 1 << 22
 """Elements of q from which their programs fill the GPU."""
 
@@ -146,7 +145,7 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
 
 def _fits_hopper(q: Tensor, documents: int) -> bool:
     """Return True if offsets into the scratch memory of the Hopper kernels' backward fit 32 bits."""
-    padded = HOPPER_PADDING * most_blocks(HOPPER_PADDING, q.shape[2], documents)
+    padded = dispatch.HOPPER_PADDING * most_blocks(dispatch.HOPPER_PADDING, q.shape[2], documents)
     return q.shape[1] * padded <= dispatch.HOPPER_MAX_QUERIES
 
 
@@ -158,7 +157,8 @@ def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | No
     if impl != "reference" and impl not in KERNELS:
         return "it takes no packed documents; use impl='auto', or call it for each document"
     if impl == "flash_hopper" and not _fits_hopper(request.q, documents):
-        return f"it pads each of {documents} documents to a multiple of {HOPPER_PADDING} queries; use impl='auto'"
+        padding = dispatch.HOPPER_PADDING
+        return f"it pads each of {documents} documents to a multiple of {padding} queries; use impl='auto'"
     return dispatch.IMPLEMENTATIONS[impl].problem(request)
 
 

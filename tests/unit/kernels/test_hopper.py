@@ -35,8 +35,8 @@ def on_a_hopper_gpu(monkeypatch):
         monkeypatch.setattr(module, name, lambda device: None)
 
 
-def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, deterministic=False):
-    q, k = (torch.empty(4, 16, length, d, dtype=dtype, device="meta") for length in (len_q, len_k))
+def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, deterministic=False, heads=16):
+    q, k = (torch.empty(4, heads, length, d, dtype=dtype, device="meta") for length in (len_q, len_k))
     return module.hopper_problem(q, k, band, dtype, deterministic)
 
 
@@ -57,6 +57,7 @@ def test_supported_calls(on_a_hopper_gpu, band, d):
         ({"deterministic": True}, "no fixed order"),
         ({"deterministic": True, "d": 128}, "no fixed order"),
         ({"len_q": 0}, "queries"),
+        ({"len_q": 1, "heads": 1 << 21}, "multiple of 128"),
         ({"len_k": 0}, "key"),
     ],
     ids=str,
@@ -273,6 +274,17 @@ def test_each_gradient_of_wide_heads_has_a_pass(d, columns):
     assert [each.programs for each in plans.passes] == [2 * 6 * 8, 2 * 2 * 6, 2 * 2 * 6]
     assert all(each.after[-3:] == (256, columns, 3) for each in plans.passes)
     assert problem.scratch(q.device).numel() == 2 * (2 * 6 * 1024)
+
+
+@needs_gluon
+def test_more_documents_than_keys():
+    from cs336_systems.kernels.flash.hopper_launch import PackedProblem
+    from cs336_systems.kernels.flash.packing import PackedMask
+
+    for d in (64, 128, 256):
+        q = torch.empty(1, 2, 16, d, dtype=torch.bfloat16, device="meta")
+        problem = PackedProblem(q, q, q, PackedMask(CAUSAL, False), 20)
+        assert problem.plan_forward((q, q, q, q)).programs > 0
 
 
 @needs_gluon
