@@ -444,6 +444,7 @@ def _visit_keys(W: gl.constexpr, outputs, over, work, sizes, config, active, RUN
     if active:
         overflow = _attend(W, outputs, over, work, sizes, config, RUNNING_MAX)
     else:
+        mbarrier.wait(over.q_full.index(W), 0)  # a copy that arrives after the program's end would meet another program
         for t in range(work.tiles):
             _skip_tile(t, over, W, config)
     return overflow

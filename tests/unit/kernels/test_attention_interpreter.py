@@ -4,9 +4,6 @@ The interpreter knows nothing of races, alignment or shared memory; tests/gpu/te
 fp32 tiles are read through pointers, in fp16 through tensor descriptors.
 """
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import product
@@ -15,8 +12,8 @@ import pytest
 
 from cs336_systems.kernels.flash import tiles
 from cs336_systems.kernels.flash.packing import most_blocks
-from tests.helpers import ROOT, clean_env
 from tests.unit.kernels.attention_cases import CASES, LAYOUTS, LONG, Case
+from tests.unit.kernels.attention_worker import started
 from tests.unit.kernels.packed_cases import PACKED, Packed, random_packed
 from tests.unit.kernels.packed_cases import shortened as with_few_heads
 
@@ -26,21 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, 
 @pytest.fixture(scope="module")
 def ask():
     """Sends requests to one process under the interpreter: starting it takes longer than most of them."""
-    command = [sys.executable, "-m", "tests.unit.kernels.interpret_attention"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=clean_env(TRITON_INTERPRET="1"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def ask(**request):
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        assert answer, f"the interpreter's process ended with {process.wait()}"
-        return json.loads(answer)
-
-    yield ask
-    process.stdin.close()
-    process.wait()
+    with started("tests.unit.kernels.interpret_attention", TRITON_INTERPRET="1") as ask:
+        yield ask
 
 
 @pytest.fixture
