@@ -114,13 +114,16 @@ class TorchEngine(Wrapper):
         if axes.is_replicated:
             self._ddp = DistributedDataParallel(module, **BUFFERS_STAY)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor | tuple[Tensor, ...], targets: Tensor | None = None) -> Tensor:
         """Return the logits: within `loss_context` those of `own_part`, split by the vocabulary, elsewhere all.
 
-        With targets, which a model of data-parallel ranks alone can take, return the loss that the model computes.
+        Data-parallel ranks alone can also take packed documents, a tuple of tensors, and targets: with these, return
+        the loss that the model computes.
         """
         if targets is not None:
             return self._run(tokens, targets)
+        if isinstance(tokens, tuple):
+            return self._run(tokens)
         length = tokens.shape[1]
         context = None if self._in_loss_context else self._context
         multiple = self._tp * (2 * context.ranks if context else 1)
@@ -137,7 +140,7 @@ class TorchEngine(Wrapper):
         logits = self._run(tokens)
         return logits if self._in_loss_context else whole(logits)
 
-    def _run(self, *inputs: Tensor) -> Tensor:
+    def _run(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         found = (self._ddp or self.module)(*inputs)
         if isinstance(self.module, FSDPModule) and not torch.is_grad_enabled():
             self.module.reshard()  # no backward pass will do it, and checkpoints hold shards

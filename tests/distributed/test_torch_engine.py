@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from cs336_systems.step.initialise import initialise
 from cs336_systems.train.weights import export
 from tests.distributed.compare import assert_close, everywhere, rank
 from tests.distributed.train_cases import Outcome, Run, checkpoints, fields, perform_all, recorded, state_of, text_of
+from tests.unit.train.stores_by_hand import write_store
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -42,6 +44,7 @@ FOUR = {"num_layers": 4}
 INTERLEAVED = {"pp_schedule": "interleaved", **FOUR}
 QWEN = {"num_heads": 4, "num_kv_heads": 2, "d_head": 8, "qkv_bias": True, "qk_norm": True, "tied_embeddings": True}
 """Everything in which families of models differ, at once."""
+PACKED = {"data": "store", "pack": "documents"}
 MESHES = {
     2: {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
@@ -55,6 +58,9 @@ MESHES = {
         "pp interleaved, four blocks": {"pp": 2, **INTERLEAVED},
         "dp_replicate, qwen": {"dp_replicate": 2, **QWEN},
         "tp, qwen": {"tp": 2, **QWEN},
+        "dp_replicate, packed": {"dp_replicate": 2, **PACKED},
+        "dp_shard, packed": {"dp_shard": 2, **PACKED},
+        "dp_shard, fused kernels, packed": {"dp_shard": 2, "fast": "kernels,loss", **PACKED},
     },
     4: {
         "dp_replicate and dp_shard, fused kernels": {
@@ -87,6 +93,7 @@ ENGINES = {
         "our ddp from pp": {"engine": "ours"},
         "our fsdp from tp, qwen": {"engine": "ours", "parallel": "fsdp", **QWEN},
         "our ddp-sharded from tp, qwen": {"engine": "ours", "parallel": "ddp-sharded", **QWEN},
+        "our fsdp from dp_shard, packed": {"engine": "ours", "parallel": "fsdp", **PACKED},
     },
     4: {"our ddp from tp and dp_shard, odd vocabulary": {"engine": "ours", **ODD}},
 }
@@ -97,6 +104,7 @@ ORIGINS = {
     "our ddp from pp": "pp",
     "our fsdp from tp, qwen": "tp, qwen",
     "our ddp-sharded from tp, qwen": "tp, qwen",
+    "our fsdp from dp_shard, packed": "dp_shard, packed",
     "cp and dp_shard, qwen": "dp_replicate, qwen",
     "our ddp from tp and dp_shard, odd vocabulary": "tp and dp_shard, odd vocabulary",
     "tp and dp_replicate": "dp_shard",
@@ -109,7 +117,13 @@ ORIGINS = {
     "pp and dp_replicate": "cp",
 }
 """Runs that continue from step 2 of another."""
-ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD, "ours, four blocks": FOUR, "ours, qwen": QWEN}
+ON_ONE = {
+    "ours": {},
+    "ours, odd vocabulary": ODD,
+    "ours, four blocks": FOUR,
+    "ours, qwen": QWEN,
+    "ours, packed": PACKED,
+}
 NAN, CORRUPT, BF16 = "nan in the first step on rank 1", "another gradient in forward 2 on rank 1", "bf16"
 INIT = "from a file of weights"
 NAN_PP, BF16_PP = "nan in every step", "bf16, pp"
@@ -119,6 +133,8 @@ NAN_PP, BF16_PP = "nan in every step", "bf16, pp"
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "short.txt").write_bytes(text_of(600))
+    (folder / "store").mkdir()
+    write_store(folder / "store", np.arange(600) * 7919 % 97, [60, 0, 3, 7, 130, 200, 30, 1, 69, 100])
     return folder
 
 
