@@ -8,14 +8,16 @@
 A folder without store.json is unfinished.
 """
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import LARGEST_NUMBER, UserError
-from cs336_systems.files import LARGEST_FILE, foreign, is_number, read_json, shown
+from cs336_systems.files import LARGEST_FILE, foreign, is_number, read_failure, read_json, shown
 
 FORMAT, VERSION = "cs336 tokens", 1
 HEADER, TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE = "store.json", "tokens.bin", "documents.bin", "tokenizer.json"
@@ -24,6 +26,7 @@ UNFINISHED = ".parts"
 LITTLE_ENDIAN = {"uint16": "<u2", "uint32": "<u4"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 OFFSET_BYTES = 8
+REPAIRED_BY = "run cs336 tokenize again, with --force"
 _MOST = 1 << 50
 """Maximum number of tokens and of documents in a store: a larger number is an error in the file."""
 
@@ -65,29 +68,45 @@ def is_store(path: Path) -> bool:
 def read_store(folder: Path) -> TokenStore:
     """Return the header of a store; raise UserError unless it is valid and matches the sizes of the files."""
     path = folder / HEADER
-    with foreign(path, "a store of cs336 tokenize"):
+    with _repairable(path):
         values = read_json(path, LARGEST_FILE)
-        found = _checked(values)
-        for name, size in (
-            (TOKENS_FILE, found.tokens * ITEM_BYTES[found.dtype]),
-            (DOCUMENTS_FILE, (found.documents + 1) * OFFSET_BYTES),
-        ):
-            there = (folder / name).stat().st_size
-            if there != size:
-                raise UserError(
-                    f"{str(folder / name)!r} has {there:,} bytes and should have {size:,}; run cs336 tokenize --force"
-                )
-    return found
-
-
-def _checked(values: Any) -> TokenStore:
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError("it names another format")
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError("it names another format")
     if values.get("version") != VERSION:
         raise UserError(
             f"the store is of version {shown(values.get('version'))}, and this package reads version {VERSION}; "
             "use the package that wrote it, or run cs336 tokenize again"
         )
+    with _repairable(path):
+        found = _checked(values)
+    require_size(folder / TOKENS_FILE, found.tokens * ITEM_BYTES[found.dtype])
+    require_size(folder / DOCUMENTS_FILE, (found.documents + 1) * OFFSET_BYTES)
+    return found
+
+
+def require_size(path: Path, size: int | None = None) -> None:
+    """Raise UserError for a file of a store that is missing or has another size."""
+    try:
+        there = path.stat().st_size
+    except FileNotFoundError:
+        raise UserError(f"{str(path)!r} is missing; {REPAIRED_BY}") from None
+    except OSError as error:
+        raise read_failure(error, path) from error
+    if size is not None and there != size:
+        raise UserError(f"{str(path)!r} has {there:,} bytes and should have {size:,}; {REPAIRED_BY}")
+
+
+@contextlib.contextmanager
+def _repairable(path: Path) -> Iterator[None]:
+    """Read a store's header; errors say how to write it again."""
+    try:
+        with foreign(path, "a store of cs336 tokenize"):
+            yield
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIRED_BY}") from None
+
+
+def _checked(values: dict[str, Any]) -> TokenStore:
     known = {spec.name for spec in dataclasses.fields(TokenStore)}
     found = TokenStore(**{name: values[name] for name in known if name in values})
     if found.dtype not in ITEM_BYTES:

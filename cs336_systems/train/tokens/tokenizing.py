@@ -28,6 +28,7 @@ from cs336_systems.train.tokens.token_store import (
     TokenStore,
     is_store,
     read_store,
+    require_size,
 )
 from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
 from cs336_systems.train.tokens.vocabulary import read_tokenizer, train_tokenizer
@@ -148,7 +149,9 @@ def _require_ours(folder: Path, force: bool) -> None:
         return
     for name in (TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE):
         if os.path.lexists(folder / name):
-            raise UserError(f"{str(folder / name)!r} exists, and no store is there; --force overwrites it")
+            raise UserError(
+                f"{str(folder / name)!r} exists, and cs336 tokenize did not write it; --force overwrites it"
+            )
 
 
 def _present(folder: Path, force: bool) -> TokenStore | None:
@@ -156,7 +159,9 @@ def _present(folder: Path, force: bool) -> TokenStore | None:
     if not is_store(folder):
         return None
     try:
-        return read_store(folder)
+        store = read_store(folder)
+        require_size(folder / TOKENIZER_FILE)
+        return store
     except UserError:
         if not force:
             raise

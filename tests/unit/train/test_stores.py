@@ -108,7 +108,12 @@ def test_an_unfinished_or_cut_store(store, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     argv = argv_of({**fields(tmp_path / "run", "store"), "output": "run", "data": "store"})
     os.truncate(store / "tokens.bin", 700)
-    assert_refused(argv, ["'store/tokens.bin'", "700 bytes", "800"], capfd)
+    assert_refused(argv, ["'store/tokens.bin'", "700 bytes", "800", "--force"], capfd)
+    for name in ("tokens.bin", "documents.bin"):
+        (store / name).unlink()
+        with refused(f"'store/{name}' is missing", "tokenize again, with --force"):
+            read_store(Path("store"))
+        (store / name).write_bytes(bytes({"tokens.bin": 800, "documents.bin": 40}[name]))
     (store / "store.json").unlink()
     assert_refused(argv, ["'store'", "cs336 tokenize"], capfd)
 
@@ -127,7 +132,7 @@ FIELDS = {"dtype": "object", "tokens": -1, "documents": 1e300, "vocab_size": Tru
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_is_none(name, store):
     (store / "store.json").write_text(HEADERS[name])
-    with refused("store"):
+    with refused("store", "cs336 tokenize again"):
         read_store(store)
 
 

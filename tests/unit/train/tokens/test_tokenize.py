@@ -185,6 +185,17 @@ def test_a_text_with_too_few_pairs_gives_a_smaller_vocabulary_and_says_so(elsewh
     assert "(400 were asked for" in printed
 
 
+def test_a_store_without_its_tokenizer_is_not_whole(elsewhere, with_tokenizer, capfd):
+    (elsewhere / "a.txt").write_text("one")
+    assert run("a.txt", "-o", "out", *with_tokenizer) == 0
+    (elsewhere / "out/tokenizer.json").unlink()
+    capfd.readouterr()
+    words = ["tokenize", "a.txt", "-o", "out", *map(str, with_tokenizer)]
+    assert_refused(words, ["'out/tokenizer.json' is missing", "--force"], capfd)
+    assert run("a.txt", "-o", "out", "--force", *with_tokenizer) == 0
+    assert (elsewhere / "out/tokenizer.json").exists()
+
+
 def test_the_store_of_the_same_inputs_is_kept_and_of_others_is_not_replaced(elsewhere, with_tokenizer, capfd):
     (elsewhere / "a.txt").write_text("one")
     assert run("a.txt", "-o", "out", *with_tokenizer) == 0
