@@ -52,7 +52,7 @@ def tables_of(arguments: PlanArguments) -> list[Table]:
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """Yield the handout's exercise and the same shape as a whole model, on clusters of H100s."""
     for count, gpus in product(("feed-forward", "transformer"), (1024,) if preset == "quick" else (64, 1024, 16384)):
-        yield plan_config(PlanArguments(gpus=gpus, count=count, context_length=4096))
+        yield plan_config(PlanArguments(gpus=gpus, count=count, context_length=4096, fast="off"))
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

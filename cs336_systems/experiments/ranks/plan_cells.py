@@ -40,7 +40,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
 LONG_CONTEXTS = {32_768: "zero3+cp8", 131_072: "zero3+cp16"}
 """Least context -> a layout that is usual from there on: fewer ranks would hold too much of a sequence."""
-SHARDED = Strategy(3)
+ALONE, SHARDED = Strategy(0), Strategy(3)
 MOST_GPUS = 1_000_000
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 INTERLEAVED = "interleaved"
@@ -55,7 +55,9 @@ class PlanArguments(CostArguments, ShapeArguments):
     checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
     mode: str = flag_like(RunConfig, "mode")
     gpus: int = flag(1024, "total number of GPUs")
-    fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
+    fast: str = flag(
+        "auto", "the fast step: on, off, or kernels,loss (auto: on for the training step of a whole model)"
+    )
     gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
     memory_budget: str = flag("", "not for plan: for one GPU, see cs336 fit and cs336 memory")
     optimizer_state: str = flag("fp32", "for plan only fp32; bf16 is for one GPU, see cs336 fit", OPTIMIZER_STATES)
@@ -139,6 +141,8 @@ def _fast(arguments: PlanArguments) -> str:
             "--update_in_backward" if arguments.update_in_backward else f"--optimizer_state {arguments.optimizer_state}"
         )
         raise UserError(f"{given} is for one GPU, see cs336 fit and cs336 memory; leave it out")
+    if arguments.fast == "auto":
+        return FAST_OF_RANKS if (arguments.mode, arguments.count) == ("train-step", "transformer") else "off"
     if arguments.fast == "on":
         return FAST_OF_RANKS
     if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:
@@ -153,12 +157,16 @@ def _strategies(arguments: PlanArguments, model: ModelConfig) -> tuple[list[str]
     if arguments.strategy != STRATEGIES:
         return list(dict.fromkeys(strategy.name for strategy in asked)), []
     names = usual_layouts(arguments.gpus, model, arguments.count, arguments.node)
-    return names, [strategy.name for strategy in asked if strategy.name not in names]
+    left_out = [strategy.name for strategy in asked if strategy.name not in names]
+    return names, left_out if arguments.gpus > 1 else []
 
 
 def usual_layouts(gpus: int, model: ModelConfig, count: str, node: int) -> list[str]:
     """Return the names of the usual layouts with groups that divide `gpus` and the heads and widths of the model,
-    without those that lose an axis of stages or sequences by it; and ZeRO-3 within each of several nodes."""
+    without those that lose an axis of stages or sequences by it; and ZeRO-3 within each of several nodes. On one GPU
+    all layouts are the same step."""
+    if gpus == 1:
+        return [ALONE.name]
     found = []
     longer = [name for least, name in LONG_CONTEXTS.items() if model.context_length >= least]
     for asked in map(Strategy.parse, (*STRATEGIES, *longer)):
@@ -264,7 +272,7 @@ def needed_memory(config: Mapping[str, Any], plan: Plan) -> float:
     """Return the bytes that a GPU needs: the peak of torch's engine where `cs336 train` runs the layout on it and the
     peak is predicted, on one GPU that of the fast step, else the sum of the plan's parts."""
     peak = None
-    if config["gpus"] == 1:
+    if plan.cluster.gpus == 1:
         peak = alone_peak(config, plan)
     elif plan.is_on_engine:
         peak = peak_on_engine(config, plan)
@@ -293,6 +301,8 @@ def fewest_gpus(config: Mapping[str, Any], plan: Plan) -> int | None:
     """Return the fewest GPUs on which the layout fits with as many sequences on each; None if no number is enough."""
     strategy = plan.strategy
     unit = strategy.group * strategy.replicate
+    if unit == 1 and plan_fits(config, replace(plan, cluster=replace(plan.cluster, gpus=1))):
+        return 1
     if not plan.is_on_engine or peak_on_engine(config, plan) is None:
         return plan.smallest_cluster
 

@@ -36,7 +36,7 @@ from cs336_systems.text import Text, listed, say
 SAME = 1.01
 """Times whose ratio is below this count as equal, because the prediction is not more accurate."""
 UNUSED_SHARE = 1 / 3
-"""Share of a GPU's memory that may stay unused without a remark."""
+"""Share of the memory of each of several GPUs that may stay unused without a remark."""
 WORTHWHILE = 0.95
 """Share of a token's time below which flags that use more memory are named."""
 
@@ -148,7 +148,8 @@ def _recommended(cell: CellView, best: str, why: Text, cost: Cost) -> Text:
         _step(cell, best),
     )
     said = say("{}{}{}", "{}{}{}", said, _days_and_cost(cell, best, cost), _other_axes(cell, best))
-    unused = _unused_memory(cell, best) if usable - used > UNUSED_SHARE * usable else None
+    looks = cell.get("gpus") == 1 or usable - used > UNUSED_SHARE * usable
+    unused = _unused_memory(cell, best) if looks else None
     return say("{}\n{}", "{}\n{}", said, unused) if unused else said
 
 
@@ -240,17 +241,19 @@ def _other_axes(cell: CellView, best: str) -> Text:
 def _step(cell: CellView, name: str) -> Text:
     """Return the time of a step from predicted kernels, or else from matmuls at the GPU's peak rate."""
     predicted = rank_time(cell, name)
-    times, work = predicted or Passes.of(cell.variant(name)), Text("matmuls", "矩阵乘")
+    times, work = predicted or Passes.of(cell.variant(name)), Text("matmuls at the peak rate", "峰值速率的矩阵乘")
     if predicted:
         work = Text("kernels (predicted)", "内核（预测）")
     shortest, longest = (number(s * 1e3, 0 if s >= 0.1 else 1) for s in (times.overlapped, times.sequential))
-    if shortest == longest:
+    if shortest != longest:
+        return say(
+            "{} to {} ms, with and without overlap of communication and {}",
+            "{} 到 {} ms（通信与{}从完全重叠到完全不重叠）",
+            *(shortest, longest, work),
+        )
+    if predicted:
         return Text(f"{shortest} ms")
-    return say(
-        "{} to {} ms, with and without overlap of communication and {}",
-        "{} 到 {} ms（通信与{}从完全重叠到完全不重叠）",
-        *(shortest, longest, work),
-    )
+    return say("at least {} ms ({})", "至少 {} ms（{}）", shortest, work)
 
 
 # -- where nothing fits -----------------------------------------------------------------------------------------------
@@ -285,7 +288,15 @@ def _why_nothing_fits(cell: CellView) -> Text:
 def _on_these_gpus(cell: CellView) -> Text:
     """Return the flags with which a layout fits on the GPUs that were asked for, or that there are none."""
     gpus = f"{cell.get('gpus'):,}"
-    if flags := _shorter_context(cell.config):
+    flags = _shorter_context(cell.config)
+    if gpus == "1":
+        shorter = say("a shorter context fits: {}; ", "可用更短的上下文：{}；", flags) if flags else Text("", "")
+        return say(
+            "On this one GPU {}cs336 optimize also tries the host's memory and, with --allow bf16_state, less state.",
+            "在这一张 GPU 上：{}cs336 optimize 还会尝试主机内存；加 --allow bf16_state 则尝试更小的优化器状态。",
+            shorter,
+        )
+    if flags:
         return say("On these {} a shorter context fits: {}", "在这 {} 张 GPU 上可用更短的上下文：{}", gpus, flags)
     return say(
         "On these {} no batch, context or recomputation is small enough; only a smaller model fits.",
@@ -373,10 +384,14 @@ def _usual(config: Mapping[str, Any]) -> list[str]:
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:
-    """Return the fewest GPUs on which a layout fits, of those asked for and of the usual ones."""
+    """Return the fewest GPUs on which a layout fits, of those asked for and of the usual ones that `cs336 train`
+    has."""
     needed: dict[str, int] = {}
     layers = RunConfig.of(config).model.num_layers
-    for strategy in map(Strategy.parse, (*config["strategies"], *STRATEGIES)):
+    usual = map(Strategy.parse, STRATEGIES)
+    if is_training(config):
+        usual = (strategy for strategy in usual if nearest_trained(strategy) == strategy)
+    for strategy in (*map(Strategy.parse, config["strategies"]), *usual):
         own = {**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]}
         if strategy.pipeline > layers or impossible_layouts(own):
             continue

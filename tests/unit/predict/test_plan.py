@@ -255,7 +255,7 @@ def test_any_number_of_gpus_has_a_plan(gpus, tensor):
     config = plan_config(PlanArguments(size="medium", gpus=gpus, gpu="4090"))
     layouts = [name for name in config["strategies"] if "tp" in name and "pp" not in name]
     assert layouts == ([f"dp+{tensor}", f"zero3+{tensor}"] if tensor else [])
-    assert ("left_out" in config) == (gpus != 1024)
+    assert ("left_out" in config) == (gpus not in (1, 1024))  # on one GPU all layouts are the same step
     assert len(plans(config)) == len(config["strategies"])
     assert len(STRATEGIES) == 8
 
@@ -275,7 +275,7 @@ def test_the_fast_step_keeps_fewer_activations():
         return found[0].memory["activation"]
 
     for group in (0, 4):
-        assert activations(fast="on", checkpoint_blocks=group) < activations(checkpoint_blocks=group)
+        assert activations(fast="on", checkpoint_blocks=group) < activations(fast="off", checkpoint_blocks=group)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,21 @@ def test_layouts_have_the_activations_with_which_their_ranks_run(strategy, fused
 
 def test_the_table_has_a_row_for_each_strategy(capsys):
     assert (
-        main(["plan", "--size", "small", "--gpus", "16", "--gpu", "RTX 4090", "--strategy", "dp,fsdp,tp2,zero1+tp4"])
+        main(
+            [
+                "plan",
+                "--size",
+                "small",
+                "--gpus",
+                "16",
+                "--gpu",
+                "RTX 4090",
+                "--fast",
+                "off",
+                "--strategy",
+                "dp,fsdp,tp2,zero1+tp4",
+            ]
+        )
         == 0
     )
     shown = capsys.readouterr().out

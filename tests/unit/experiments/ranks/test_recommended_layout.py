@@ -17,6 +17,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
     Passes,
     PlanArguments,
     fitting_layouts,
+    plan_config,
     planned,
     plans,
     run_of,
@@ -112,6 +113,30 @@ def test_memory_that_is_used_is_not_remarked_on():
         assert "unused" not in recommendation(planned(PlanArguments(**fields))).en
 
 
+def test_one_gpu_has_one_layout_and_larger_settings_are_named():
+    """Its memory is free to use: a faster setting is named however little of it is left."""
+    found = planned(PlanArguments(size="llama3/8B", context_length=8192, gpus=1, gpu="h200"))
+    assert found.get("strategies") == ["dp"]
+    assert found.variant("dp").value("smallest_cluster") == 1
+    assert "--checkpoint_blocks 0 a token takes 0.78" in recommendation(found).en
+    none = planned(PlanArguments(size="qwen2.5/7B", context_length=8192, gpus=1, gpu="h100"))
+    assert "--gpus 2 --strategy zero3\nOn this one GPU cs336 optimize" in recommendation(none).en
+
+
+def test_layouts_that_train_does_not_have_are_no_advice():
+    """ZeRO-2 would need the fewest GPUs."""
+    cell = planned(PlanArguments(size="qwen2.5/7B", context_length=128, gpus=1, gpu="h100", fast="off"))
+    assert "zero2" not in recommendation(cell).en
+
+
+def test_the_fast_step_is_the_default_of_what_it_can_run():
+    found = {
+        (mode, count): plan_config(PlanArguments(size="small", gpus=2, mode=mode, count=count)).get("fast", "off")
+        for mode, count in (("train-step", "transformer"), ("forward", "transformer"), ("train-step", "feed-forward"))
+    }
+    assert list(found.values()) == ["kernels,loss", "off", "off"]
+
+
 # -- the command that runs it -----------------------------------------------------------------------------------------
 
 
@@ -197,7 +222,7 @@ def test_every_printed_command_runs_the_planned_work(data, elsewhere):
 def test_the_command_of_a_layout(layout, flags, elsewhere):
     """ZeRO-2, ring attention and ZeRO-1 with split layers are not in `cs336 train`: the nearest is named as such."""
     (elsewhere / DATA).write_bytes(bytes(4096))
-    said = command(planned(PlanArguments(size="2.7B", gpus=16, gpu="h200", strategy=(layout,))))
+    said = command(planned(PlanArguments(size="2.7B", gpus=16, gpu="h200", fast="off", strategy=(layout,))))
     trained, ranks = parsed(said.en.split(": ")[-1])
     assert ranks == 16
     assert {name: getattr(trained.parallel, name) for name in flags} == flags
@@ -222,7 +247,7 @@ SHARDED = f"{ON_4090} --strategy zero3,zero3+tp8"
 SPLIT = f"{ON_4090} --strategy dp+tp8,zero3+tp8"
 WHERE_NOTHING_FITS = {
     "--fast": "--size 2.7B --gpus 8 --gpu h100 --context_length 2048 --batch_size 6 --strategy zero1 "
-    "--checkpoint_blocks 0",
+    "--checkpoint_blocks 0 --fast off",
     "--checkpoint_blocks": f"{SHARDED} --context_length 16384 --checkpoint_blocks 0",
     "--batch_size": f"{SHARDED} --context_length 1024 --batch_size 64",
     "--strategy": f"{ON_4090} --strategy dp",
