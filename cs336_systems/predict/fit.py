@@ -346,13 +346,13 @@ def _notes(rows: list[Row], first: Text, error: float, *, asked: bool) -> Iterat
 
 
 _CHANGES: tuple[dict, ...] = (
-    {"attention": "sdpa"},
-    {"attention": "sdpa", "precision": "bf16"},
-    {"attention": "sdpa", "precision": "bf16", "fast": "on"},
+    {"attention": "auto"},
+    {"attention": "auto", "precision": "bf16"},
+    {"attention": "auto", "precision": "bf16", "fast": "on"},
     {"attention": "auto", "precision": "bf16", "fast": "on", "memory_budget": "auto"},
-    {"attention": "sdpa", "checkpoint_blocks": 1},
-    {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
-    {"attention": "sdpa", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
+    {"attention": "auto", "checkpoint_blocks": 1},
+    {"attention": "auto", "precision": "bf16", "checkpoint_blocks": 1},
+    {"attention": "auto", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
     {"attention": "auto", "precision": "bf16", "fast": "on", "optimizer_state": "bf16"},
     {"attention": "auto", "precision": "bf16", "fast": "on", "optimizer_state": "bf16", "memory_budget": "auto"},
 )

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig, UserError
-from cs336_systems.files import reason_of, replacing, require_regular, sync_folder, write_failure
+from cs336_systems.files import require_regular, sync_folder, write_failure
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import on_first
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.step.initialise import StoreWeight
 from cs336_systems.train.checkpoint import Checkpoint, Store, located
+from cs336_systems.train.hf.tensor_files import described, write_tensors
 from cs336_systems.train.weight_files import unreadable, weights_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,13 +106,12 @@ def converted(name: str, value: Tensor, dtype: str) -> Tensor:
 
 def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:
     try:
-        with replacing(target) as fresh:
-            save_file(tensors, fresh, metadata)
+        write_tensors(
+            target, [described(name, value) for name, value in tensors.items()], tensors.__getitem__, metadata
+        )
         sync_folder(target.resolve().parent)
     except OSError as error:
         raise write_failure(error, target, is_flag=False) from None
-    except SafetensorError as error:  # an error of the operating system, without its number
-        raise UserError(f"cannot write to {str(target)!r}: {reason_of(error)}; choose another place") from None
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------

@@ -10,19 +10,19 @@ from torch import Tensor
 from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.files import reason_of
 from cs336_systems.parallel.launch import process_group
-from cs336_systems.train.hf.hf_folders import export_folder, tensor_shapes
-from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened
+from cs336_systems.train.hf.hf_folders import CONFIG, export_folder, tensor_shapes
+from cs336_systems.train.hf.tensor_files import DTYPES, NAMES, Described, opened
 from cs336_systems.train.weight_files import WEIGHTS
 from cs336_systems.train.weights import DTYPES as BY_FLAG
 from cs336_systems.train.weights import checkpoint_of, converted, saved_weights
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None, like: Path | None) -> str:
     """Write a run's checkpoint, or a file of weights, as a folder; return a line that says what was written."""
     with ExitStack() as stack:
         file = source / WEIGHTS if (source / WEIGHTS).is_file() else source
+        if like is None and (source / WEIGHTS).is_file() and (source / CONFIG).is_file():
+            like = source  # a folder of cs336 import has all that was published with the weights
         if file.is_file():
             if step is not None:
                 raise UserError(f"--step is for runs, and {str(source)!r} is a file of weights; leave it out")
@@ -42,7 +42,7 @@ Weights = tuple[ModelConfig, list[Described], Callable[[str], Tensor]]
 def _checkpoint(run: Path, step: int | None, dtype: str) -> Weights:
     with process_group("gloo", "cpu"):
         state, config = saved_weights(checkpoint_of(run, step))
-    tensors = [Described(name, _NAMES[BY_FLAG[dtype]], tuple(value.shape)) for name, value in state.items()]
+    tensors = [Described(name, NAMES[BY_FLAG[dtype]], tuple(value.shape)) for name, value in state.items()]
     return config, tensors, lambda name: converted(name, state[name], dtype)
 
 
@@ -60,7 +60,7 @@ def _file_of_weights(path: Path, dtype: str | None, stack: ExitStack) -> Weights
             raise UserError(f"{str(path)!r}: {name!r} has the element type {part.get_dtype()}")
         if shapes.pop(name, None) != tuple(part.get_shape()):
             raise UserError(f"{str(path)!r}: {name!r} of {tuple(part.get_shape())} is not a tensor of its model")
-        tensors.append(Described(name, _NAMES[BY_FLAG[dtype]] if dtype else part.get_dtype(), tuple(part.get_shape())))
+        tensors.append(Described(name, NAMES[BY_FLAG[dtype]] if dtype else part.get_dtype(), tuple(part.get_shape())))
     if shapes:
         raise UserError(f"{str(path)!r} has no tensor {next(iter(shapes))!r}")
 

@@ -233,7 +233,8 @@ def export_folder(
             index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": places}
             write_file(fresh / INDEX, json.dumps(index, indent=2) + "\n")
         if like is None:
-            return "without a tokenizer: --like FOLDER copies one, also of cs336 tokenize"
+            missing = "without a tokenizer and the tokens that begin and end a text"
+            return f"{missing}: --like FOLDER copies both, also of cs336 tokenize"
         same_family = is_like(config, values)
         _copy_tokenizer(like, fresh, left_out=() if same_family else (GENERATION,))
         described = describe_tokenizer(like, fresh, fields)

@@ -1,6 +1,7 @@
 """Reads and writes safetensors files one tensor at a time: a model may be larger than the memory.
 
-The library `safetensors` reads and checks files; it writes only what is in memory, so that writing is done here.
+The library `safetensors` reads and checks files. It writes only what is in memory, and its metadata in a random order;
+so writing is done here, and the same weights give the same bytes.
 """
 
 import json
@@ -19,6 +20,7 @@ from cs336_systems.files import reason_of, replacing, require_regular
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Element types of weights, each of which converts to fp32 exactly."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -34,6 +36,10 @@ class Described(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+def described(name: str, value: Tensor) -> Described:
+    return Described(name, NAMES[value.dtype], tuple(value.shape))
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file with the library, which checks its header; raise UserError for anything else."""
@@ -42,7 +48,9 @@ def opened(path: Path) -> Iterator[Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError, RuntimeError) as error:  # torch cannot map it into memory
-            raise UserError(f"{str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
+            raise UserError(
+                f"{str(path)!r} cannot be read as safetensors: {reason_of(error)}; copy or download it again"
+            ) from None
         yield file
 
 

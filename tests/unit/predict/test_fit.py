@@ -271,7 +271,7 @@ def test_the_table_in_chinese():
     assert [column.heading() for column in table.columns] == ["规模", "上下文 4096"]
     assert "最大 batch" in table.title
     assert table.notes[0] == "以上配置都放不下"
-    assert "--attention sdpa" in table.notes[-1]
+    assert "--attention auto" in table.notes[-1]
 
 
 # -- calculate_memory -------------------------------------------------------------------------------------------------

@@ -300,24 +300,8 @@ def test_layouts_have_the_activations_with_which_their_ranks_run(strategy, fused
 
 
 def test_the_table_has_a_row_for_each_strategy(capsys):
-    assert (
-        main(
-            [
-                "plan",
-                "--size",
-                "small",
-                "--gpus",
-                "16",
-                "--gpu",
-                "RTX 4090",
-                "--fast",
-                "off",
-                "--strategy",
-                "dp,fsdp,tp2,zero1+tp4",
-            ]
-        )
-        == 0
-    )
+    flags = "--size small --gpus 16 --gpu 4090 --fast off --strategy dp,fsdp,tp2,zero1+tp4"
+    assert main(["plan", *flags.split()]) == 0
     shown = capsys.readouterr().out
     for name in ("DP", "ZeRO-3", "DP + TP 2", "ZeRO-1 + TP 4"):
         assert shown.count(f"\n{name}  ") == 2, name

@@ -75,6 +75,12 @@ def test_exported_weights_are_those_of_the_newest_checkpoint(trained, exported, 
     assert (json.loads(metadata["model"]), metadata["step"]) == (MODEL.to_dict(), "4")
 
 
+def test_the_same_weights_give_the_same_bytes(trained, exported, elsewhere):
+    for _ in range(4):
+        assert main(["export", trained[0], "again.safetensors", "--force"]) == 0
+        assert (elsewhere / "again.safetensors").read_bytes() == exported.read_bytes()
+
+
 def test_an_earlier_step_in_another_dtype(trained, exported, elsewhere, capsys):
     """By its number and by its folder. The conversion rounds as torch does."""
     assert main(["export", trained[0], "two.safetensors", "--step", "2"]) == 0

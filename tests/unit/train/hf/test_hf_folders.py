@@ -76,7 +76,8 @@ def test_a_round_trip_changes_no_bit(name, dtype, elsewhere, monkeypatch, capsys
     before = published(name, elsewhere / "hf", dtype, **sizes)
     assert main(["import", "hf", "ours"]) == 0
     monkeypatch.setattr(hf_folders, "SHARD_BYTES", 20_000)
-    assert main(["export", "ours", "back", "--format", "hf", "--like", "hf"]) == 0
+    like = ["--like", "hf"] if dtype == torch.float32 else []  # an import has its settings and tokenizer itself
+    assert main(["export", "ours", "back", "--format", "hf", *like]) == 0
     assert (elsewhere / "back/model.safetensors.index.json").exists()
     assert (elsewhere / "back/tokenizer.json").read_text() == "{}"
     after = transformers.AutoModelForCausalLM.from_pretrained(elsewhere / "back", dtype="auto")
