@@ -39,6 +39,10 @@ class Accelerated:
             self.undo()
             raise
 
+    def __repr__(self) -> str:
+        state = f"{len(self._base.layers)} layers" if self._undo else "undone"
+        return f"<{type(self).__name__} {type(self.model).__name__}: {state}>"
+
     def _patch_all(self) -> None:
         self._set_attention(register_attention())
         for layer in self._base.layers:

@@ -418,7 +418,7 @@ class LogSettings(_Checked):
 @dataclass(frozen=True)
 class TrainSettings(_Checked):
     data: DataSettings = field(default_factory=DataSettings)
-    output: str = flag("runs/train", "folder of checkpoints and records; a run that is there is resumed")
+    output: str = flag("runs/train", "folder of checkpoints and records; a run that is there is resumed", short="-o")
     steps: int = flag(200, "number of training steps")
     seed: int = flag(0, "seed of the weights and of the order of sequences")
     init: str | None = flag(

@@ -117,7 +117,7 @@ def best_layout(cell: CellView) -> tuple[str, Text]:
         return fastest[0], why
     if len(quietest) == 1:
         why = say(
-            "of the layouts that {} it is among the fastest and communicates least",
+            "of the layouts that {}, it is among the fastest and communicates least",
             "在{}的布局中单步最短且通信最少",
             fit,
         )

@@ -242,7 +242,7 @@ def optimize(arguments: OptimizeArguments) -> None:
 
 def _nothing_fits(search: Search, arguments: OptimizeArguments) -> UserError:
     task, least = search.task, search.least_memory()
-    has = min(task.memory, usable_bytes(task.capacity))
+    has = task.limit
     where = f"--memory leaves {has / GIB:.1f} GiB" if task.memory == has else f"{task.gpu.name} has {has / GIB:.1f} GiB"
     tried = (next(filter(partial(_fits, arguments), changes), None) for changes in _changes(arguments, task, least))
     ways = [f"--{name} {_shown(value)}" for change in tried if change for name, value in change.items()]

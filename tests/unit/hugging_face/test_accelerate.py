@@ -334,9 +334,11 @@ def test_undo_restores_everything(family):
     accelerated = accelerate(model)
     assert model.config._attn_implementation == "cs336"
     assert everything(model) != before
+    assert repr(accelerated).endswith("2 layers>")
     gradients(model, batch())
     accelerated.undo()
     accelerated.undo()
+    assert repr(accelerated).endswith("undone>")
     assert everything(model) == before
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "eager"

@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line_with_the_value_and_the_way_out(fields, named):
     [
         (
             "--size llama3/8B --gpu h100 --tokens_per_step 65536",
-            "H100 has 77.1 GiB",
+            "H100 has 78.2 GiB",
             ("--allow bf16_state", "--gpus 2", "--gpu h200"),
         ),
         (
