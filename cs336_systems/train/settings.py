@@ -533,7 +533,7 @@ class TrainSettings(_Checked):
             "optimizer_state": self.optimizer.state != "fp32",
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
-            raise UserError(f"{', '.join(given)} needs --engine ours")
+            raise UserError(f"{' and '.join(given)} {'need' if len(given) > 1 else 'needs'} --engine ours")
         self.parallel.require_model(self.model)
 
     def require_ranks(self, world_size: int) -> None:

@@ -68,7 +68,7 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "parallel": "fsdp"}, "--parallel fsdp.*--dp_shard"),
     ({**TORCH, "tp": 0}, "--tp.*0"),
     ({**TORCH, "dp_replicate": -1}, "--dp_replicate.*-1"),
-    ({**TORCH, "compile": True, "optimizer_state": "bf16"}, "--compile, --optimizer_state needs --engine ours"),
+    ({**TORCH, "compile": True, "optimizer_state": "bf16"}, "--compile and --optimizer_state need --engine ours"),
     ({**TORCH, "memory_budget": "1GiB"}, "--memory_budget needs --engine ours"),
     ({**TORCH, "optimizer_state": "bf16"}, "--optimizer_state needs --engine ours"),
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
