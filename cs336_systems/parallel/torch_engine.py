@@ -133,6 +133,12 @@ class TorchEngine(Wrapper):
             logits = context.joined(logits)
         return logits[:, :length] if logits.shape[1] != length else logits
 
+    @property
+    def repeats_sums(self) -> bool:
+        """False until the second pass of DistributedDataParallel, which then groups gradients anew, in the order in
+        which they came. Sums over three ranks or more differ from those of the first pass in their last bits."""
+        return self._ddp is None or getattr(self._ddp, "_has_rebuilt_buckets", True)
+
     def _logits(self, tokens: Tensor) -> Tensor:
         if self.pipeline is not None:
             found = self.pipeline.forward(tokens)

@@ -38,12 +38,15 @@ class Replay:
     """Compares two runs of a step, also for a wrapped model."""
 
     def __init__(self, model: nn.Module, optimizer: PackedAdamW | PlainOptimizer):
-        inner = getattr(model, "module", model)
+        self._model, inner = model, getattr(model, "module", model)
         self._names = {parameter: name for name, parameter in inner.named_parameters()}
         self._optimizer = optimizer
 
     def check(self, run: Callable[[], Tensor], drop: Callable[[], None]) -> Tensor:
         """Compute gradients by `run` twice, `drop` between; return the loss, or raise ReplayError on all ranks."""
+        if not getattr(self._model, "repeats_sums", True):
+            run()
+            drop()
         state = self._summed(gradients=False)
         first = checksums(run())
         gradients = self._summed(gradients=True)

@@ -63,6 +63,7 @@ MESHES = {
         "dp_shard, fused kernels, packed": {"dp_shard": 2, "fast": "kernels,loss", **PACKED},
     },
     4: {
+        "dp_replicate of four, qwen": {"dp_replicate": 4, "replay_every": 1, **QWEN},
         "dp_replicate and dp_shard, fused kernels": {
             "dp_replicate": 2,
             "dp_shard": 2,
