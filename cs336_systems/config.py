@@ -335,7 +335,10 @@ class RunConfig:
     def _update_conflict(self) -> str | None:
         """Return why weights cannot be updated while backward runs, or None."""
         if "optimizer" not in self.fast_parts:
-            return f"needs the optimizer of the fast step, got {arg('fast')} {self.fast}; use {arg('fast')} on"
+            needs = "needs the optimizer of the fast step"
+            if self.fast == "on":
+                return f"{needs}, which {self._fast_conflict('optimizer')}"
+            return f"{needs}, got {arg('fast')} {self.fast}; use {arg('fast')} on"
         if self.model.tied_embeddings:
             problem = "needs a head of its own: the gradient of a tied one is final at the end"
             return f"{problem}; use {arg('tied_embeddings')} false"

@@ -233,14 +233,15 @@ def safe_peak(capacity: float, settings: FitArguments | RunConfig) -> float:
 
 
 def _row(arguments: FitArguments, gpu: str, size: str, budget: float) -> Row:
-    cells, host_limit = [], _host_limit(arguments)
-    if arguments.memory_budget:
+    host_limit, own = _host_limit(arguments), {"size": size} if size else {}
+    configs = [
+        arguments.predicted_config(**own, context_length=context, batch_size=arguments.batch_size or 1)
+        for context in _contexts(arguments)
+    ]
+    if arguments.memory_budget:  # which the configurations have checked
         budget = min(budget, budget_bytes(arguments.memory_budget, budget))
-    for context in _contexts(arguments):
-        own = {"size": size} if size else {}
-        config = arguments.predicted_config(**own, context_length=context, batch_size=arguments.batch_size or 1)
-        cells.append(Cell.of(config, budget, arguments.batch_size, host_limit))
-    longest = longest_context(config, budget, host_limit) if arguments.fast != "off" else None
+    cells = [Cell.of(config, budget, arguments.batch_size, host_limit) for config in configs]
+    longest = longest_context(configs[-1], budget, host_limit) if arguments.fast != "off" else None
     return Row(cells[0].config.size, gpu, cells, longest)
 
 

@@ -19,6 +19,7 @@ from cs336_systems.predict.memory_model import SimulatedStep, breakdown, simulat
 from cs336_systems.predict.rank_shards import stage_layers
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import BUS_FACTOR
+from cs336_systems.text import counted
 
 FP32 = 4
 ADAM_MOMENTS = 2
@@ -261,7 +262,7 @@ class Plan:
         strategy, gpus, blocks = self.strategy, self.cluster.gpus, self.workload.blocks
         if gpus % strategy.group:
             raise UserError(
-                f"{gpus} GPUs cannot be split into groups of {strategy.group} "
+                f"{counted(gpus, 'GPU')} cannot be split into groups of {strategy.group} "
                 f"for {strategy.name}; take a multiple of {strategy.group}"
             )
         if self.replicas % strategy.replicate:

@@ -593,10 +593,11 @@ class TrainSettings(_Checked):
             allowed = tuple(part for part in allowed if part != "graph")
         excluded = sorted(config.fast_parts - set(allowed))
         if excluded and fast != "on":
-            axes = " ".join(f"--{name} {getattr(self.parallel, name)}" for name in ("pp", "cp", "tp"))
-            how = f"--engine torch {axes}" if self.parallel.engine == "torch" else f"--parallel {wrapper}"
+            sizes = {name: getattr(self.parallel, name) for name in ("pp", "cp", "tp")}
+            axes = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
+            how = f"--engine torch{axes}" if self.parallel.engine == "torch" else f"--parallel {wrapper}"
             raise UserError(
-                f"--fast {','.join(excluded)} is not available with {world_size} ranks and {how}; "
+                f"--fast {','.join(excluded)} is not available with {counted(world_size, 'rank')} and {how}; "
                 f"--fast on selects what is"
             )
         parts = [part for part in allowed if part in config.fast_parts]

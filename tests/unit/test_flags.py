@@ -232,6 +232,11 @@ def test_arguments_of_the_library_are_flags_on_the_command_line():
             "--update_in_backward needs the optimizer of the fast step, got --fast off; use --fast on",
         ),
         (
+            {"update_in_backward": True, "fast": "on", "mode": "forward"},
+            "update_in_backward needs the optimizer of the fast step, which needs mode train-step, not forward",
+            "--update_in_backward needs the optimizer of the fast step, which needs --mode train-step, not forward",
+        ),
+        (
             {"memory_budget": "1GiB", "compile": True},
             "memory_budget '1GiB' cannot plan a compiled model, whose compiler decides what is kept; leave compile out",
             "--memory_budget '1GiB' cannot plan a compiled model, whose compiler decides what is kept; leave --compile "

@@ -413,6 +413,11 @@ def test_host_memory_limits_what_is_offloaded():
         fit_tables(FitArguments(host_memory="much", **PLANNED))
 
 
+def test_a_budget_that_is_no_size_is_refused():
+    with refused("memory_budget '70%' is not a size"):
+        fit_tables(FitArguments(sizes=("small",), **{**PLANNED, "memory_budget": "70%"}))
+
+
 def test_the_longest_context_fits_and_128_tokens_more_do_not():
     for fields in ({**PLANNED, "memory_budget": ""}, PLANNED):
         config = on_gpu("tiny", batch_size=3, **fields)
