@@ -61,14 +61,20 @@ def started(module: str, **environment: str) -> Iterator[Callable[..., Any]]:
     requests, answers = process.stdin, process.stdout
 
     def ask(**request: Any) -> Any:
-        requests.write(json.dumps(request) + "\n")
-        requests.flush()
-        answer = answers.readline()
+        try:
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+            answer = answers.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:  # a time limit: the answer would be taken for that to the next request
+            process.kill()
+            raise
         assert answer, f"{module} ended with {process.wait()}"
         return json.loads(answer)
 
     try:
         yield ask
     finally:
-        requests.close()
+        process.kill()
         process.wait()

@@ -78,6 +78,9 @@ def _same_type(a: Any, b: Any) -> tuple[Any, Any]:
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:
         dtype = torch.promote_types(a.dtype, b.dtype)
         return a.to(dtype), b.to(dtype)
+    for x, other in ((a, b), (b, a)):
+        if isinstance(x, Tensor) and isinstance(other, float) and not x.dtype.is_floating_point:
+            raise EmulationError("a fraction beside integers is not known here")
     return a, b
 
 
@@ -174,11 +177,17 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 def total(x: Block, axis: int) -> Block:
+    if x.dtype == torch.bool:
+        raise EmulationError("sums of booleans are not known here")
     return Block(x.data.sum(axis).to(x.dtype))
 
 
 def largest(x: Block, axis: int) -> Block:
-    return Block(x.data.amax(axis))
+    if not x.dtype.is_floating_point:
+        return Block(x.data.amax(axis))
+    missing = x.data.isnan()
+    found = x.data.masked_fill(missing, -torch.inf).amax(axis)
+    return Block(found.masked_fill(missing.all(axis), torch.nan))  # of numbers and NaN: the largest number
 
 
 def exp2(x: Block) -> Block:
@@ -242,7 +251,7 @@ def num_programs(axis: int) -> Block:
     return Block(torch.tensor(MACHINE.programs, dtype=torch.int32))
 
 
-def load(at: Pointer, mask: Any = None, other: float = 0) -> Block:
+def load(at: Pointer, mask: Any = None, other: float | None = None) -> Block:
     addresses, inside = _accessed(at, mask, at.addresses.shape)
     return Block(MACHINE.memory.load(addresses, inside, other, at.dtype.element_ty))
 
@@ -298,7 +307,7 @@ def reduce_add_tile(target: Descriptor, place: Sequence[Any], source: Shared) ->
 def store_wait(pending: int = 0) -> None:
     if pending:
         raise EmulationError("only a wait for all stores is known here")
-    MACHINE.warpgroup.flush_stores()
+    MACHINE.warpgroup.await_stores()
 
 
 def warpgroup_mma(a: Any, b: Shared, start: Any, use_acc: bool = True, is_async: bool = False) -> Product:

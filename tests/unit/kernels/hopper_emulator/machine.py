@@ -20,6 +20,11 @@ class Aborted(BaseException):
     """Ends the threads of the other warpgroups after an error."""
 
 
+def anything(dtype: torch.dtype) -> float:
+    """Return a value that shows in results where a kernel uses what is undefined."""
+    return math.nan if dtype.is_floating_point else -(1 << 30)
+
+
 # -- global memory ----------------------------------------------------------------------------------------------------
 
 
@@ -47,8 +52,9 @@ class Memory:
                 return numbers, inside // dtype.itemsize
         raise EmulationError(f"access outside of all tensors, at {low:#x} to {high:#x}")
 
-    def load(self, addresses: Tensor, mask: Tensor, other: float, dtype: torch.dtype) -> Tensor:
-        found = torch.full(addresses.shape, other, dtype=dtype)
+    def load(self, addresses: Tensor, mask: Tensor, other: float | None, dtype: torch.dtype) -> Tensor:
+        """Return the elements there; `other` where the mask is false, or anything if it is None."""
+        found = torch.full(addresses.shape, anything(dtype) if other is None else other, dtype=dtype)
         if bool(mask.any()):
             numbers, indices = self.locate(addresses[mask], dtype)
             found[mask] = numbers[indices]
@@ -107,8 +113,7 @@ class Shared:
 
     @classmethod
     def allocate(cls, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
-        unset = math.nan if dtype.is_floating_point else -(1 << 30)
-        data = torch.full(tuple(shape), unset, dtype=dtype)
+        data = torch.full(tuple(shape), anything(dtype), dtype=dtype)
         return cls(data, torch.zeros(tuple(shape), dtype=torch.bool), layout)
 
     shape = property(lambda self: tuple(self.data.shape))
@@ -206,6 +211,8 @@ class Warpgroup:
         self.unfenced: list[Shared] = []
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
+        """Copies to global memory that were started and have not read shared memory yet."""
+        self.stores_unawaited = False
         self._go = threading.Semaphore(0)
         self._run = run
         self.thread = threading.Thread(target=self._main, daemon=True)
@@ -226,7 +233,8 @@ class Warpgroup:
         self.machine.back.release()
 
     def finish(self) -> None:
-        self.flush_stores()
+        if self.stores_unawaited:
+            raise EmulationError("a copy to global memory that nothing waits for: its source may be overwritten")
         if any(product.result is None for product in self.products):
             raise EmulationError("the program ends before a matmul that nothing waited for")
 
@@ -247,6 +255,10 @@ class Warpgroup:
         for store in self.stores:
             store()
         self.stores.clear()
+
+    def await_stores(self) -> None:
+        self.flush_stores()
+        self.stores_unawaited = False
 
 
 class Machine:
@@ -328,6 +340,8 @@ class Machine:
         return self._barriers[at.key]
 
     def wait(self, at: Shared, phase: int) -> None:
+        if phase not in (0, 1):
+            raise EmulationError(f"a wait for phase {phase} of a barrier, which has the phases 0 and 1")
         barrier = self.barrier(at)
         self.warpgroup.pause(lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}")
         barrier.filled = False
@@ -364,6 +378,7 @@ class Machine:
         self._now_or_later(store)
 
     def _now_or_later(self, store: Callable[[], None]) -> None:
+        self.warpgroup.stores_unawaited = True
         if self.random.random() < 0.5:
             self.warpgroup.flush_stores()
             store()
