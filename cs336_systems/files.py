@@ -67,9 +67,10 @@ def require_at_most(count: int, most: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def foreign(path: Path, what: str) -> Iterator[None]:
-    """Read and check a file that may hold anything; any failure inside is a UserError that says it is not `what`."""
-    name = repr(str(path))
+def foreign(path: Path, what: str, repair: str = "") -> Iterator[None]:
+    """Read and check a file that may hold anything; any failure inside is a UserError that says it is not `what`.
+    `repair`: what to do about a damaged file."""
+    name, way_out = repr(str(path)), f"; {repair}" if repair else ""
     try:
         with all_kept(), _limited_memory():
             yield
@@ -80,12 +81,12 @@ def foreign(path: Path, what: str) -> Iterator[None]:
     except MemoryError:
         raise _too_large(path, f"it needs more than {limit(MOST_MEMORY) >> 20} MiB of memory") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{name} is cut off: {error}") from None
+        raise UserError(f"{name} is cut off: {error}{way_out}") from None
     except OSError as error:
         raise read_failure(error, path) from None
     except Exception as error:  # a damaged file can raise any exception
         reason = f"it has no {reason_of(error)}" if isinstance(error, KeyError) else reason_of(error)
-        raise UserError(f"{name} is not {what}, or is cut off: {reason}") from None
+        raise UserError(f"{name} is not {what}, or is cut off: {reason}{way_out}") from None
 
 
 def _too_large(path: Path, reason: LimitError | str) -> UserError:

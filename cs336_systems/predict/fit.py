@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, nearest, without_unit
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.engine_memory import engine_peak
 from cs336_systems.predict.fit_times import Fitting, missing_times, step_times
 from cs336_systems.predict.gpus import CARDS, card_name, find_card, memory_size
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
-from cs336_systems.predict.parallel_model import Cluster, Plan, transformer
-from cs336_systems.predict.strategy import Strategy
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.training_cost import CostArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import FORMATS, Column, Table, word
@@ -384,10 +384,13 @@ def _suggestions(failing: list[RunConfig], capacity: float) -> list[Text]:
 
 
 def _changes(config: RunConfig) -> Iterator[dict]:
-    """Yield the changes without what a configuration has already; one in FP8 keeps its precision if it can."""
+    """Yield the changes without what a configuration has already. One in FP8 keeps its precision if it can, and one
+    with another attention than the reference keeps that, but for a memory budget."""
     for kept in ({"precision"}, set()) if config.precision == "fp8" else (set(),):
         for change in _CHANGES:
-            yield {name: value for name, value in change.items() if name not in kept and getattr(config, name) != value}
+            asked = set() if config.attention == "reference" or "memory_budget" in change else {"attention"}
+            left = {name: value for name, value in change.items() if name not in kept | asked}
+            yield {name: value for name, value in left.items() if getattr(config, name) != value}
 
 
 def _on_more_gpus(config: RunConfig, capacity: float) -> list[Text]:
@@ -395,12 +398,11 @@ def _on_more_gpus(config: RunConfig, capacity: float) -> list[Text]:
     flags."""
     if config.mode != "train-step":
         return []
-    plain = {"precision": "bf16", "attention": "auto", "checkpoint_blocks": 1, "fast": "off"}
+    plain = {"precision": "bf16", "attention": "auto", "checkpoint_blocks": 1, "fast": "kernels,loss"}
     others = {"batch_size": 1, "memory_budget": "", "optimizer_state": "fp32", "update_in_backward": False}
-    workload = transformer(dataclasses.replace(config, **plain, **others))
+    run = dataclasses.replace(config, **plain, **others)
     for gpus in (2**power for power in range(1, MOST_DOUBLINGS + 1)):
-        cluster = Cluster(gpus, usable_bytes(capacity), flops=1.0, node=8, link=1.0, network=1.0)  # for memory alone
-        if Plan(workload, cluster, Strategy(3)).fits:
+        if engine_peak(run, Mesh(dp_shard=gpus), 1, 1) <= usable_bytes(capacity):
             return [
                 say(
                     "{} at context {} would fit on {} GPUs by ZeRO-3: see cs336 plan --gpus {}",

@@ -140,17 +140,21 @@ def _recommended(cell: CellView, best: str, why: Text, cost: Cost) -> Text:
     used, usable = total(cell, best), usable_bytes(cell.get("gpu_memory"))
     sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
     said = say(
-        "Recommended: {}, because {}. It needs {} of {} GiB usable on each GPU ({} GiB to spare), and a step takes {}.",
-        "推荐 {}：{}。每张 GPU 需要 {} GiB，可用 {} GiB（余 {} GiB）；单步 {}。",
+        "Recommended: {}, because {}. It needs {} of {} GiB usable on {} ({} GiB to spare), and a step takes {}.",
+        "推荐 {0}：{1}。{4}需要 {2} GiB，可用 {3} GiB（余 {5} GiB）；单步 {6}。",
         layout_name(best),
         why,
-        *sizes,
+        *(*sizes[:2], _each_gpu(cell), sizes[2]),
         _step(cell, best),
     )
     said = say("{}{}{}", "{}{}{}", said, _days_and_cost(cell, best, cost), _other_axes(cell, best))
     looks = cell.get("gpus") == 1 or usable - used > UNUSED_SHARE * usable
     unused = _unused_memory(cell, best) if looks else None
     return say("{}\n{}", "{}\n{}", said, unused) if unused else said
+
+
+def _each_gpu(cell: CellView) -> Text:
+    return Text("the GPU", "这张 GPU ") if cell.get("gpus") == 1 else Text("each GPU", "每张 GPU ")
 
 
 def _days_and_cost(cell: CellView, best: str, cost: Cost) -> Text:
@@ -188,9 +192,9 @@ def _unused_memory(cell: CellView, best: str) -> Text | None:
     if times > 1:
         words = say("{} ({} times the tokens of a step)", "{}（每步 token 数为 {} 倍）", words, str(times))
     return say(
-        "{} GiB of each GPU are unused: with {} a token takes {} of the time.",
-        "每张 GPU 有 {} GiB 未使用：用 {} 时每个 token 的时间为现在的 {}。",
-        *(number((usable - total(cell, best)) / GIB, 1), words, number(seconds / now)),
+        "{} GiB of {} are unused: with {} a token takes {} of the time.",
+        "{1}有 {0} GiB 未使用：用 {2} 时每个 token 的时间为现在的 {3}。",
+        *(number((usable - total(cell, best)) / GIB, 1), _each_gpu(cell), words, number(seconds / now)),
     )
 
 
@@ -290,12 +294,19 @@ def _on_these_gpus(cell: CellView) -> Text:
     gpus = f"{cell.get('gpus'):,}"
     flags = _shorter_context(cell.config)
     if gpus == "1":
-        shorter = say("a shorter context fits: {}; ", "可用更短的上下文：{}；", flags) if flags else Text("", "")
-        return say(
-            "On this one GPU {}cs336 optimize also tries the host's memory and, with --allow bf16_state, less state.",
-            "在这一张 GPU 上：{}cs336 optimize 还会尝试主机内存；加 --allow bf16_state 则尝试更小的优化器状态。",
-            shorter,
+        lines = (
+            [say("On this one a shorter context fits: {}", "在这一张上可用更短的上下文：{}", flags)] if flags else []
         )
+        if is_training(cell.config):
+            lines.append(
+                Text(
+                    "cs336 optimize also tries the host's memory and, with --allow bf16_state, less optimizer state.",
+                    "cs336 optimize 还会尝试主机内存；加 --allow bf16_state 则尝试更小的优化器状态。",
+                )
+            )
+        if lines:
+            return Text("\n".join(line.en for line in lines), "\n".join(line.zh for line in lines))
+        return Text("On this one only a smaller model fits.", "在这一张上只有更小的模型才放得下。")
     if flags:
         return say("On these {} a shorter context fits: {}", "在这 {} 张 GPU 上可用更短的上下文：{}", gpus, flags)
     return say(
@@ -315,7 +326,8 @@ def _shorter_context(config: Mapping[str, Any]) -> str | None:
         for names in (("batch_size",), tuple(every)):
             flags = {name: every[name] for name in names if config.get(name) != every[name]}
             if found := _smallest_fitting({**shorter, **flags}):
-                return _as_flags({**flags, "context_length": length, "strategy": found})
+                layout = {"strategy": found} if config["gpus"] > 1 else {}
+                return _as_flags({**flags, "context_length": length, **layout})
         length //= 2
     return None
 
@@ -380,20 +392,26 @@ def _other_layout(config: Mapping[str, Any]) -> str | None:
 
 
 def _usual(config: Mapping[str, Any]) -> list[str]:
-    return usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"], config["node"])
+    """Return the usual layouts that may be advised: of a training step those that `cs336 train` has."""
+    names = usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"], config["node"])
+    return [name for name in names if _may_be_advised(config, Strategy.parse(name))]
+
+
+def _may_be_advised(config: Mapping[str, Any], strategy: Strategy) -> bool:
+    return not is_training(config) or nearest_trained(strategy) == strategy
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:
     """Return the fewest GPUs on which a layout fits, of those asked for and of the usual ones that `cs336 train`
     has."""
     needed: dict[str, int] = {}
-    layers = RunConfig.of(config).model.num_layers
-    usual = map(Strategy.parse, STRATEGIES)
-    if is_training(config):
-        usual = (strategy for strategy in usual if nearest_trained(strategy) == strategy)
-    for strategy in (*map(Strategy.parse, config["strategies"]), *usual):
+    model = RunConfig.of(config).model
+    was_asked = config["strategies"] != usual_layouts(config["gpus"], model, config["count"], config["node"])
+    asked = config["strategies"] if was_asked else _usual(config)
+    usual = (name for name in STRATEGIES if _may_be_advised(config, Strategy.parse(name)))
+    for strategy in map(Strategy.parse, (*asked, *usual)):
         own = {**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]}
-        if strategy.pipeline > layers or impossible_layouts(own):
+        if strategy.pipeline > model.num_layers or impossible_layouts(own):
             continue
         (plan,) = plans(own)
         fewest = fewest_gpus(own, plan)

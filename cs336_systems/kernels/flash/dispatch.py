@@ -320,7 +320,7 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype, determi
     if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
         return (
             f"it takes at least one query and one key, and up to {HOPPER_MAX_QUERIES} queries in all heads, those of "
-            f"each head counted up to a multiple of {HOPPER_PADDING}"
+            f"each head counted up to a multiple of {HOPPER_PADDING}, as backward pads them"
         )
     return gluon_problem(q.device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.files import reason_of
 from cs336_systems.parallel.launch import process_group
-from cs336_systems.train.hf.hf_folders import CONFIG, export_folder, tensor_shapes
+from cs336_systems.train.hf.hf_folders import export_folder, is_settings_of, tensor_shapes
 from cs336_systems.train.hf.tensor_files import DTYPES, NAMES, Described, opened
 from cs336_systems.train.weight_files import WEIGHTS
 from cs336_systems.train.weights import DTYPES as BY_FLAG
@@ -21,14 +21,14 @@ def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None
     """Write a run's checkpoint, or a file of weights, as a folder; return a line that says what was written."""
     with ExitStack() as stack:
         file = source / WEIGHTS if (source / WEIGHTS).is_file() else source
-        if like is None and (source / WEIGHTS).is_file() and (source / CONFIG).is_file():
-            like = source  # a folder of cs336 import has all that was published with the weights
         if file.is_file():
             if step is not None:
                 raise UserError(f"--step is for runs, and {str(source)!r} is a file of weights; leave it out")
             config, tensors, read = _file_of_weights(file, dtype, stack)
         else:
             config, tensors, read = _checkpoint(source, step, dtype or "fp32")
+        if like is None and file.name == WEIGHTS and is_settings_of(file.parent, config):
+            like = file.parent  # a folder of cs336 import has all that was published with the weights
         remark = export_folder(config, tensors, read, target, like=like)
     count = sum(one.size // DTYPES[one.dtype].itemsize for one in tensors)
     written = f"{target}: {count:,} weights in the format of Hugging Face, from {source}"

@@ -41,6 +41,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
 """Files of a folder that are copied unchanged."""
+_TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json")
+"""Files of which each is a tokenizer."""
 SHARD_BYTES = 5 * 10**9
 """Maximum bytes of a file of weights; larger models are written as several files."""
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -239,8 +241,20 @@ def export_folder(
         _copy_tokenizer(like, fresh, left_out=() if same_family else (GENERATION,))
         described = describe_tokenizer(like, fresh, fields)
         kept = "its tokenizer is copied, its ids of special tokens are not"
-        remarks = ("" if same_family else f"{like} is a model of another family: {kept}", described)
+        missing = (
+            "" if any((fresh / name).exists() for name in _TOKENIZERS) else f"without a tokenizer: {like} has none"
+        )
+        remarks = ("" if same_family else f"{like} is a model of another family: {kept}", described, missing)
         return "; ".join(remark for remark in remarks if remark)
+
+
+def is_settings_of(folder: Path, config: ModelConfig) -> bool:
+    """Return True if a folder has a config.json, or a store of tokens, of a model with this vocabulary."""
+    try:
+        _settings_in(folder, config)
+    except UserError:
+        return False
+    return True
 
 
 def _settings_in(folder: Path, config: ModelConfig) -> dict[str, Any]:

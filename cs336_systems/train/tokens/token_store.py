@@ -8,10 +8,8 @@
 A folder without store.json is unfinished.
 """
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,16 +66,15 @@ def is_store(path: Path) -> bool:
 def read_store(folder: Path) -> TokenStore:
     """Return the header of a store; raise UserError unless it is valid and matches the sizes of the files."""
     path = folder / HEADER
-    with _repairable(path):
+    with foreign(path, "a store of cs336 tokenize", REPAIRED_BY):
         values = read_json(path, LARGEST_FILE)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError("it names another format")
-    if values.get("version") != VERSION:
-        raise UserError(
-            f"the store is of version {shown(values.get('version'))}, and this package reads version {VERSION}; "
-            "use the package that wrote it, or run cs336 tokenize again"
-        )
-    with _repairable(path):
+            raise UserError(f"{str(path)!r} is not a store of cs336 tokenize: it names another format")
+        if (version := values.get("version")) != VERSION:
+            raise UserError(
+                f"{str(path)!r} is of version {shown(version)}, and this package reads version {VERSION}; "
+                f"use the package that wrote it, or {REPAIRED_BY}"
+            )
         found = _checked(values)
     require_size(folder / TOKENS_FILE, found.tokens * ITEM_BYTES[found.dtype])
     require_size(folder / DOCUMENTS_FILE, (found.documents + 1) * OFFSET_BYTES)
@@ -94,16 +91,6 @@ def require_size(path: Path, size: int | None = None) -> None:
         raise read_failure(error, path) from error
     if size is not None and there != size:
         raise UserError(f"{str(path)!r} has {there:,} bytes and should have {size:,}; {REPAIRED_BY}")
-
-
-@contextlib.contextmanager
-def _repairable(path: Path) -> Iterator[None]:
-    """Read a store's header; errors say how to write it again."""
-    try:
-        with foreign(path, "a store of cs336 tokenize"):
-            yield
-    except UserError as error:
-        raise UserError(f"{error}; {REPAIRED_BY}") from None
 
 
 def _checked(values: dict[str, Any]) -> TokenStore:

@@ -22,6 +22,7 @@ from cs336_systems.train.tokens.part_workers import Recipe, write_parts
 from cs336_systems.train.tokens.parts import Counts, PartFiles, remove_leftovers
 from cs336_systems.train.tokens.token_store import (
     DOCUMENTS_FILE,
+    HEADER,
     TOKENIZER_FILE,
     TOKENS_FILE,
     UNFINISHED,
@@ -149,9 +150,7 @@ def _require_ours(folder: Path, force: bool) -> None:
         return
     for name in (TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE):
         if os.path.lexists(folder / name):
-            raise UserError(
-                f"{str(folder / name)!r} exists, and cs336 tokenize did not write it; --force overwrites it"
-            )
+            raise UserError(f"{str(folder / name)!r} exists, and the folder has no {HEADER}; --force overwrites it")
 
 
 def _present(folder: Path, force: bool) -> TokenStore | None:

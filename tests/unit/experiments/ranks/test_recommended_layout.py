@@ -25,7 +25,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
 )
 from cs336_systems.experiments.ranks.recommended_layout import SAME, best_layout, command, recommendation
 from cs336_systems.flags import Parser, add_flags, read_flags
-from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.fit import FitArguments, fit_tables, usable_bytes
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.train.cluster.job import LaunchArguments, checked
 from cs336_systems.train.settings import TrainSettings
@@ -120,13 +120,44 @@ def test_one_gpu_has_one_layout_and_larger_settings_are_named():
     assert found.variant("dp").value("smallest_cluster") == 1
     assert "--checkpoint_blocks 0 a token takes 0.78" in recommendation(found).en
     none = planned(PlanArguments(size="qwen2.5/7B", context_length=8192, gpus=1, gpu="h100"))
-    assert "--gpus 2 --strategy zero3\nOn this one GPU cs336 optimize" in recommendation(none).en
+    assert "--gpus 2 --strategy zero3\ncs336 optimize also tries" in recommendation(none).en
 
 
 def test_layouts_that_train_does_not_have_are_no_advice():
     """ZeRO-2 would need the fewest GPUs."""
     cell = planned(PlanArguments(size="qwen2.5/7B", context_length=128, gpus=1, gpu="h100", fast="off"))
     assert "zero2" not in recommendation(cell).en
+
+
+def test_no_advice_names_a_layout_that_train_does_not_have():
+    """Nor the usual layouts of these GPUs, of which ZeRO-1 + TP 8 + PP 2 is one."""
+    arguments = PlanArguments(size="llama3/8B", context_length=16_384, gpus=16, gpu="12GB", tflops=100)
+    named = re.findall(r"--strategy (\S+)", recommendation(planned(arguments)).en)
+    assert len(named) == 2
+    assert all(nearest_trained(Strategy.parse(name)) == Strategy.parse(name) for name in named)
+
+
+def test_one_gpu_is_told_of_a_shorter_context_and_of_optimize(capsys):
+    """`optimize` is for training steps."""
+    given = {"size": "llama3/1B", "gpus": 1, "gpu": "4090"}
+    said = recommendation(planned(PlanArguments(context_length=131_072, **given))).en
+    shorter = int(re.search(r"\nOn this one a shorter context fits: --context_length (\d+)\ncs336 optimize", said)[1])
+    assert fitting_layouts(planned(PlanArguments(context_length=shorter, **given)))
+    forward = recommendation(planned(PlanArguments(context_length=131_072, mode="forward", **given))).en
+    assert "a shorter context fits" in forward
+    assert "cs336 optimize" not in forward
+
+
+@pytest.mark.parametrize(("gpu", "gpus"), [("4090", 16), ("h100", 2)])
+def test_fit_and_plan_agree_on_the_number_of_gpus(gpu, gpus):
+    fields = {"gpu": gpu, "precision": "bf16", "attention": "auto", "fast": "on"}
+    (table,) = fit_tables(FitArguments(sizes=("llama3/8B",), context_lengths=(8192,), **fields))
+    assert f"would fit on {gpus} GPUs by ZeRO-3" in table.plain().notes[-1]
+    plan = PlanArguments(size="llama3/8B", context_length=8192, gpu=gpu, strategy=("zero3",))
+    assert [len(fitting_layouts(planned(dataclasses.replace(plan, gpus=count)))) for count in (gpus // 2, gpus)] == [
+        0,
+        1,
+    ]
 
 
 def test_the_fast_step_is_the_default_of_what_it_can_run():

@@ -114,6 +114,23 @@ def test_a_config_of_transformers_4_is_read(elsewhere, capsys):
     assert old == new
 
 
+def test_an_import_without_its_tokenizer_or_its_settings_is_exported_all_the_same(elsewhere, capsys):
+    published("llama", elsewhere / "hf")
+    assert main(["import", "hf", "ours"]) == 0
+    capsys.readouterr()
+    assert main(["export", "ours/weights.safetensors", "from_file", "--format", "hf"]) == 0
+    assert "tokenizer" not in capsys.readouterr().out
+    assert (elsewhere / "from_file/tokenizer.json").exists()
+    (elsewhere / "ours/tokenizer.json").unlink()
+    assert main(["export", "ours", "without", "--format", "hf"]) == 0
+    assert "; without a tokenizer: ours has none" in capsys.readouterr().out
+    (elsewhere / "ours/config.json").write_text("{")
+    assert main(["export", "ours", "damaged", "--format", "hf"]) == 0
+    assert "without a tokenizer and the tokens that begin and end a text" in capsys.readouterr().out
+    exported = [files(elsewhere / name)["model.safetensors"] for name in ("from_file", "without", "damaged")]
+    assert exported == exported[:1] * 3
+
+
 def test_a_run_starts_from_an_import_and_is_exported(elsewhere, capsys):
     """With the shape of the folder. Trained with a rate of 0 the model that comes out is the one that went in."""
     transformers = pytest.importorskip("transformers")
