@@ -306,7 +306,7 @@ REFUSED = {
         train --data text.txt --device cuda         | use --device cpu
         train --data text.txt --output good.jsonl   | cannot write to 'good.jsonl'
         train --data text.txt --output linked       | .lock: it is a symbolic link
-        train --data text.txt --output ''           | --output: the value is empty
+        train --data text.txt --output ''           | --output/-o: the value is empty
         train --data text.txt --max_grad_norm inf   | --max_grad_norm must be
         train --data text.txt --weight_decay nan    | --weight_decay must be
         train --data text.txt --most_skipped 0      | --most_skipped must be
