@@ -58,7 +58,6 @@ MESHES = {
         "pp interleaved, four blocks": {"pp": 2, **INTERLEAVED},
         "dp_replicate, qwen": {"dp_replicate": 2, **QWEN},
         "tp, qwen": {"tp": 2, **QWEN},
-        "dp_replicate, packed": {"dp_replicate": 2, **PACKED},
         "dp_shard, packed": {"dp_shard": 2, **PACKED},
         "dp_shard, fused kernels, packed": {"dp_shard": 2, "fast": "kernels,loss", **PACKED},
     },

@@ -45,18 +45,18 @@ def check(ask):
     return check
 
 
-@pytest.mark.parametrize("number", range(0, len(CASES), 3), ids=list(CASES)[::3])
+@pytest.mark.parametrize("number", range(0, len(CASES), 5), ids=list(CASES)[::5])
 def test_case(check, number):
-    """Every third case; all head dims, both dtypes, programs of both sizes, gradients of the logsumexp."""
+    """Every fifth case; all head dims, both dtypes, programs of both sizes, gradients of the logsumexp."""
     case = [*CASES.values()][number]
-    number //= 3
+    number //= 5
     d = (*NARROW, *WIDE)[number % 11]
     case = replace(case, d=d, scale=case.scale and case.scale * 8 * d**-0.5)
     dtype = ("bfloat16", "float16")[number // 2 % 2]
     check(case, dtype, small_programs=number % 2 == 0, seed=number, through_lse=number % 3 == 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_packings(check, seed):
     case = shortened(random_packed(seed, longest=200, head_dims=WIDE if seed % 2 else NARROW))
     dtype = ("bfloat16", "float16")[seed // 2 % 2]
@@ -69,14 +69,15 @@ def test_split_keys_and_queries(check, d, multiprocessors):
     check(SPLIT[d], multiprocessors=multiprocessors, small_programs=False)
 
 
-@pytest.mark.parametrize(("heads", "multiprocessors"), [(3, 132), (7, 8)], ids=["each head", "uneven parts"])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("d", "heads", "multiprocessors"), [(64, 3, 132), (128, 7, 8)], ids=["each head", "uneven parts"]
+)
 def test_programs_share_the_heads_of_a_group(check, d, heads, multiprocessors):
     case = Case(200, 200, d=d, heads=heads, kv_heads=1, is_causal=True)
     check(case, multiprocessors=multiprocessors, small_programs=False)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 256])
 def test_second_pass_after_an_overflow(check, d):
     check(FAR[d], **OVERFLOWING, small_programs=d == 64)
 

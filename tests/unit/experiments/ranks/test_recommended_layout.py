@@ -34,7 +34,7 @@ GPUS = st.sampled_from([1, 2, 4, 8, 16, 64, 1024])
 CARDS = st.sampled_from(["4090", "a100", "h100", "h200", "t4"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.sampled_from(["small", "xl", "2.7B", "xxl"]),
     gpus=GPUS,

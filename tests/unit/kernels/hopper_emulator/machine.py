@@ -343,7 +343,10 @@ class Machine:
         if phase not in (0, 1):
             raise EmulationError(f"a wait for phase {phase} of a barrier, which has the phases 0 and 1")
         barrier = self.barrier(at)
-        self.warpgroup.pause(lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}")
+        if barrier.phase == phase:
+            self.warpgroup.pause(lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}")
+        else:
+            self._maybe_pause()
         barrier.filled = False
 
     def arrive(self, at: Shared, count: int = 1, expected: int = 0) -> None:
