@@ -43,7 +43,10 @@ class Replay:
         self._optimizer = optimizer
 
     def check(self, run: Callable[[], Tensor], drop: Callable[[], None]) -> Tensor:
-        """Compute gradients by `run` twice, `drop` between; return the loss, or raise ReplayError on all ranks."""
+        """Compute gradients by `run` twice, `drop` between; return the loss, or raise ReplayError on all ranks.
+
+        A model whose next pass adds up in another order (`TorchEngine.repeats_sums`) has one pass before.
+        """
         if not getattr(self._model, "repeats_sums", True):
             run()
             drop()

@@ -24,12 +24,11 @@ from cs336_systems.parallel.collectives import on_first
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.step.initialise import StoreWeight
 from cs336_systems.train.checkpoint import Checkpoint, Store, located
+from cs336_systems.train.hf.tensor_files import DTYPES as READABLE
 from cs336_systems.train.hf.tensor_files import described, write_tensors
 from cs336_systems.train.weight_files import unreadable, weights_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_READABLE = ("F32", "BF16", "F16")
-"""Element types of files that a model can start from; each converts to fp32 exactly."""
 
 _NO_SHAPE = (
     "; the file has no configuration of a model, so the flags must give its shape: --size, or --vocab_size, --d_model, "
@@ -201,6 +200,6 @@ def _mismatch(name: str, value: Tensor, file: Any, names: Container[str]) -> str
     found = file.get_slice(name)
     if (shape := tuple(found.get_shape())) != tuple(value.shape):
         return f"{name!r} has the shape {shape} instead of {tuple(value.shape)}"
-    if value.is_floating_point() and found.get_dtype() not in _READABLE:
-        return f"{name!r} has the element type {found.get_dtype()}, which is none of {', '.join(_READABLE)}"
+    if value.is_floating_point() and found.get_dtype() not in READABLE:
+        return f"{name!r} has the element type {found.get_dtype()}, which is none of {', '.join(READABLE)}"
     return None

@@ -329,7 +329,7 @@ def packed_hopper_launches() -> Iterator[Launch]:
 
 
 def backward_tensors(kernel: str, scratch: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
-    """What a backward kernel takes beside q, k, v and the gradient of the output."""
+    """Return the tensors that a backward kernel takes beside q, k, v and the gradient of the output."""
     if kernel in PASSES:
         return scratch, scratch, q if kernel == "grad_q" else k
     return scratch, scratch, scratch, k, k

@@ -21,13 +21,13 @@ from tests.unit.kernels.packed_cases import Packed, packed_failures
 
 
 def case_of(fields: dict[str, Any]) -> Any:
-    """The Case or, with `lengths_q`, the Packed that was sent as these fields."""
+    """Return the Case or, with `lengths_q`, the Packed that was sent as these fields."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return (Packed if "lengths_q" in fields else Case)(**fields)
 
 
 def run(impl: str, fields: dict[str, Any], dtype: str, deterministic: bool = False, **options: Any) -> list[str]:
-    """What is wrong with the results of an implementation, by the comparison of the case's kind."""
+    """Return what is wrong with the results of an implementation, by the comparison of the case's kind."""
     case = case_of(fields)
 
     def implementation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: object) -> object:

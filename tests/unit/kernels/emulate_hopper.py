@@ -17,9 +17,8 @@ from cs336_systems.kernels.flash import hopper_launch, operators, varlen
 from tests.unit.kernels.attention_worker import run, serve
 from tests.unit.kernels.hopper_emulator.language import Kernel
 
-dispatch: Any = importlib.import_module(
-    "cs336_systems.kernels.flash.dispatch"
-)  # the package has a function of the name
+# The package has a function of this name.
+dispatch: Any = importlib.import_module("cs336_systems.kernels.flash.dispatch")
 
 
 @contextmanager

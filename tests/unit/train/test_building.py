@@ -1,4 +1,4 @@
-"""What `cs336 train` builds from its settings."""
+"""Tests of what `cs336 train` builds from its settings."""
 
 import pytest
 

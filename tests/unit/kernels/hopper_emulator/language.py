@@ -1,6 +1,7 @@
 """Gluon's and Triton's languages as far as the Hopper kernels use them, as Python functions on CPU tensors."""
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -12,8 +13,6 @@ from torch import Tensor
 from tests.unit.kernels.hopper_emulator.machine import Descriptor, EmulationError, Machine, Product, Shared
 
 MACHINE = Machine()
-RAGGED_ROWS = 1 << 30
-WIDEST_DIMENSION = 0x7FFF0000
 DTYPES = ("int1", "int32", "int64", "float16", "bfloat16", "float32")
 
 
@@ -376,9 +375,9 @@ def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         MACHINE.memory.add(x)
         return Pointer(torch.tensor(x.data_ptr()), x.dtype)
-    if isinstance(x, Description):
+    if isinstance(x, TensorDescriptor):
         MACHINE.memory.add(x.base)
-        return x.described
+        return Descriptor(x.base, x.shape, x.strides, x.block_shape, x.layout)
     if isinstance(x, tuple):
         parts = [_argument(part) for part in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
@@ -387,30 +386,13 @@ def _argument(x: Any) -> Any:
     return Block(torch.tensor(x, dtype=torch.float32)) if isinstance(x, float) else x
 
 
-class Description:
-    """A descriptor and the tensor it is of."""
+class TensorDescriptor:
+    """Gluon's description of a tensor for the copy engine, which `TensorDescription` of triton_compat.py fills in."""
 
-    def __init__(self, base: Tensor, *described: Any) -> None:
-        self.base, self.described = base, Descriptor(base, *described)
-
-
-class TensorDescription:
-    """That of triton_compat.py."""
-
-    def __init__(self, kind: Any, t: Tensor, block_shape: list[int], layout: Any, start: int | None = None) -> None:
-        self._fields = (start or 0, list(t.shape), list(t.stride()), block_shape, layout)
-
-    @classmethod
-    def ragged(cls, kind: Any, t: Tensor, block_shape: list[int], layout: Any) -> "TensorDescription":
-        _, heads, rows, d = t.shape
-        far, near = t.stride(1) if heads > 1 else 8, t.stride(2) if rows > 1 else 8
-        made = cls.__new__(cls)
-        shape = [WIDEST_DIMENSION, WIDEST_DIMENSION, heads, RAGGED_ROWS, d]
-        made._fields = (0, shape, [(1 << 34) - near, near, far, near, 1], block_shape, layout)
-        return made
-
-    def __call__(self, base: Tensor) -> Description:
-        return Description(base, *self._fields)
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any
+    ) -> None:  # fmt: skip
+        self.base, self.shape, self.strides, self.block_shape, self.layout = base, shape, strides, block_shape, layout
 
 
 def aggregate(cls: type) -> type:
@@ -469,8 +451,10 @@ def install() -> None:
         "warpgroup_mma_wait": warpgroup_mma_wait,
     }  # fmt: skip
     kernels = {"jit": jit, "constexpr_function": lambda function: function}
-    _module("triton", cdiv=cdiv, **kernels)
+    runtime = SimpleNamespace(interpret=True)
+    _module("triton", cdiv=cdiv, knobs=SimpleNamespace(runtime=runtime), **kernels)
     _module("triton.language", **members)
+    _module("triton.language.core", base_value=object, constexpr=constexpr)
     _module("triton.language.extra")
     _module("triton.language.extra.cuda", gdc_launch_dependents=lambda: None, gdc_wait=lambda: None)
     _module("triton.experimental")
@@ -479,9 +463,7 @@ def install() -> None:
     _module("triton.experimental.gluon.language.nvidia")
     _module("triton.experimental.gluon.language.nvidia.hopper", **hopper)
     _module("triton.experimental.gluon.nvidia")
-    _module("triton.experimental.gluon.nvidia.hopper", TensorDescriptor=None)
-    _module(
-        "cs336_systems.kernels.triton_compat", INTERPRETED=True, RAGGED_ROWS=RAGGED_ROWS, Value=object, Launch=object,
-        TensorDescription=TensorDescription, aggregate=aggregate, launch_of=None, specialize_warps=specialize_warps,
-        tma_reduce_add=reduce_add_tile,
-    )  # fmt: skip
+    _module("triton.experimental.gluon.nvidia.hopper", TensorDescriptor=TensorDescriptor)
+    compat = importlib.import_module("cs336_systems.kernels.triton_compat")
+    own = {"aggregate": aggregate, "specialize_warps": specialize_warps, "tma_reduce_add": reduce_add_tile}
+    vars(compat).update(own)  # for the compiler; its descriptions of tensors are used as they are

@@ -67,11 +67,11 @@ class Memory:
 
 
 class Descriptor:
-    """What the copy engine knows of a tensor: address, shape and strides in elements, and the shape of its tiles."""
+    """A tensor as the copy engine knows it: address, shape and strides in elements, and the shape of its tiles."""
 
-    def __init__(self, base: Tensor, start: int, shape: list[int], strides: list[int], block: list[int], layout: Any):
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
         self.dtype, self.layout, self.block_shape = base.dtype, layout, block
-        self._address = base.data_ptr() + start * self.dtype.itemsize
+        self._address = base.data_ptr()
         self._shape, self._strides = shape, strides
         steps = [s * self.dtype.itemsize for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
         if self._address % 16 or any(step % 16 for step in steps) or strides[-1] != 1:
@@ -139,7 +139,7 @@ class Shared:
         return self._view(lambda x: x.permute(tuple(order)))
 
     def read(self) -> Tensor:
-        """The content, as the copy engine and the tensor cores see it."""
+        """Return the content, as the copy engine and the tensor cores see it."""
         if bool(self.unfenced.any()):
             raise EmulationError("the copy engine or a matmul reads what a thread stored, without a fence between them")
         return self.data.clone()
