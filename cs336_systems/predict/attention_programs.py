@@ -24,6 +24,33 @@ WIDEST_IN_ONE_PASS = 128
 have a pass for each gradient."""
 
 
+HOPPER_WORTH, WIDE_HOPPER_WORTH = 1 << 33, 1 << 31
+"""Least product of q's elements and the keys that a query may see from which the Hopper kernels are taken, for head
+dims up to WIDEST_IN_ONE_PASS and above. Up to 128, fewer of their large programs do not fill the GPU. Above, they are
+faster at any size (1.1 to 1.9 times with 256 queries), but take longer to launch, which is the time of smaller calls."""
+HOPPER_LENGTH, WIDE_HOPPER_LENGTH = 128, 64
+"""Mean length of packed documents, and width of windows in them, from which the Hopper kernels are taken, likewise.
+Forward and backward they are 1.3 to 1.5 times as fast as the portable ones at a mean of 134 tokens and a head dim up to
+128, 1.6 to 2.4 times at a mean of 64 above; with 32 tokens in every document they are slower."""
+HOPPER_ELEMENTS = 1 << 22
+"""Elements of q from which the Hopper kernels' programs for packed documents fill the GPU."""
+LONGER_THAN_MEAN = 2
+"""Length of the document of a mean token over that of a mean document, where lengths are distributed exponentially.
+Texts have heavier tails."""
+
+
+def suits_hopper(work: int, head_dim: int) -> bool:
+    """Return True if "auto" takes the Hopper kernels for a call with this product of q's elements and keys."""
+    return work >= (HOPPER_WORTH if head_dim <= WIDEST_IN_ONE_PASS else WIDE_HOPPER_WORTH)
+
+
+def packing_suits_hopper(elements: int, length: float, keys: int, head_dim: int) -> bool:
+    """Return True if "auto" takes the Hopper kernels for packed documents, given the elements of q, the mean length of
+    a document and the number of keys that a query may see."""
+    least = HOPPER_LENGTH if head_dim <= WIDEST_IN_ONE_PASS else WIDE_HOPPER_LENGTH
+    return min(length, keys) >= least and elements >= HOPPER_ELEMENTS
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Return the head dim to which the Hopper kernels pad."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256

@@ -26,7 +26,7 @@ from cs336_systems.kernels.flash.operators import KernelsFor, autocast_dtype, fu
 from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND
-from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS
+from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS, suits_hopper
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,9 +34,6 @@ R = TypeVar("R")
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-HOPPER_WORTH = 1 << 33
-"""Minimum product of q's elements and keys from which the Hopper kernels are faster: their programs are large, and too
-few of them do not fill the GPU."""
 HOPPER_PADDING = 128
 """The backward of the Hopper kernels pads the queries of a head, or of a document, to a multiple of this."""
 HOPPER_MAX_QUERIES = 1 << 28
@@ -187,7 +184,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)
         if problem is None:
-            is_large = q.numel() * band.most_keys(k.shape[2]) >= HOPPER_WORTH
+            is_large = suits_hopper(q.numel() * band.most_keys(k.shape[2]), q.shape[3])
             on_hopper = is_large and hopper_problem(q, k, band, dtype, deterministic) is None
             return "flash_hopper" if on_hopper else "flash_triton"
         warn(f"attention: {problem}; using torch's own kernels instead")
@@ -334,7 +331,7 @@ def is_hopper_head_dim(d: int) -> bool:
 def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) -> str:
     """Return the fused implementation that is fastest for 16-bit causal attention, given the number of elements of q
     and the number of keys that a query may see."""
-    for_hopper = elements * keys >= HOPPER_WORTH and is_hopper_head_dim(head_dim)
+    for_hopper = suits_hopper(elements * keys, head_dim) and is_hopper_head_dim(head_dim)
     return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
 
 

@@ -27,6 +27,7 @@ from cs336_systems.predict.attention_programs import (
     KEYS,
     L2_SHARE,
     L2_SHARE_192,
+    LONGER_THAN_MEAN,
     QUERIES,
     WIDEST_IN_ONE_PASS,
     Split,
@@ -363,7 +364,8 @@ class PackedProblem:
         self._lo = mask.band.lo
         self._padded = KEYS * most_blocks(KEYS, self._own.len_q, documents)
         self._all_queries = self._own.heads * self._padded
-        keys = mask.band.most_keys(self._own.len_k // max(documents, 1))  # in a document of mean length
+        length = min(self._own.len_k, LONGER_THAN_MEAN * self._own.len_k // max(documents, 1))
+        keys = mask.band.most_keys(length)
         self._shape = forward_shape(self._own.block_d, keys, self._causal, self._lo is not None)
         self._query_blocks = Blocks(self._shape.warpgroups * ROWS, False, mask.order)
         self._key_blocks = Blocks(KEYS, True, mask.order)

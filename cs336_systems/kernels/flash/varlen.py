@@ -27,15 +27,7 @@ from cs336_systems.kernels.flash.operators import (
 )
 from cs336_systems.kernels.flash.packing import PackedMask, Packing, most_blocks
 from cs336_systems.kernels.flash.reference import packed_attention_and_lse
-
-HOPPER_LENGTH = 128
-"""Mean length of documents, and width of windows, from which the Hopper kernels are taken. At a mean of 134 tokens,
-forward and backward, they are 1.3 to 1.5 times as fast as the portable ones, at 1k three times."""
-HOPPER_HEAD_DIM = 128
-"""Largest head dim for which "auto" takes them: with wider heads and packed documents they have not been tested on a
-GPU yet."""
-HOPPER_ELEMENTS = 1 << 22
-"""Elements of q from which their programs fill the GPU."""
+from cs336_systems.predict.attention_programs import packing_suits_hopper
 
 # -- a call -----------------------------------------------------------------------------------------------------------
 
@@ -134,10 +126,12 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
         problem = dispatch.triton_problem(q.device)
         if problem is None:
             dtype = autocast_dtype(q) or q.dtype
-            is_long = q.shape[2] >= HOPPER_LENGTH * documents and mask.band.most_keys(q.shape[2]) >= HOPPER_LENGTH
-            is_large = is_long and q.numel() >= HOPPER_ELEMENTS
-            on_hopper = is_large and dispatch.hopper_problem(q, k, mask.band, dtype, deterministic) is None
-            on_hopper = on_hopper and q.shape[3] <= HOPPER_HEAD_DIM and _fits_hopper(q, documents)
+            length, keys = q.shape[2] / max(documents, 1), mask.band.most_keys(q.shape[2])
+            on_hopper = (
+                packing_suits_hopper(q.numel(), length, keys, q.shape[3])
+                and dispatch.hopper_problem(q, k, mask.band, dtype, deterministic) is None
+                and _fits_hopper(q, documents)
+            )
             return "flash_hopper" if on_hopper else "flash_triton"
         dispatch.warn(f"attention: {problem}; using plain PyTorch instead")
     return "flash_torch"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.attention_programs import sees_few_keys
+from cs336_systems.predict.attention_programs import sees_few_keys, suits_hopper
 
 CHUNK_BYTES, MATMUL_MULTIPLE = 512 << 20, 8
 """Equal to the constants of kernels/fused/nodes.py; a test compares them."""
@@ -16,8 +16,7 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 """Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
 ROTARY_ELEMENTS, LOGITS, NORM_PROGRAMS, MANY_ROWS = 4096, 2048, 264, 8192
 """Equal to the constants of kernels/fused/pointwise_triton.py; a test compares them."""
-LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
-"""Equal to the constants of kernels/flash/tiles.py and dispatch.py; a test compares them."""
+LAUNCH_BOUND = 1 << 31
 SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS = 1 << 21, 2048
 WIDE_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 28, 64
 """Equal to the constants of kernels/flash/portable_launch.py and tiles.py; a test compares them."""
@@ -336,7 +335,9 @@ def attention_path(config: RunConfig, *, is_backward: bool) -> str:
     kernels."""
     model = config.model
     elements, keys = config.tokens * model.q_width, model.context_length
-    if config.attention == "flash_hopper" or (config.attention == "auto" and elements * keys >= HOPPER_WORTH):
+    if config.attention == "flash_hopper" or (
+        config.attention == "auto" and suits_hopper(elements * keys, model.head_dim)
+    ):
         return SHORT if not is_backward and sees_few_keys(model.head_dim, keys, "causal") else ""
     if config.attention not in ("auto", "flash_triton"):
         return ""

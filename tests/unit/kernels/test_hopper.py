@@ -66,11 +66,22 @@ def test_unsupported_calls(on_a_hopper_gpu, arguments, reason):
     assert reason in problem(**arguments)
 
 
-@pytest.mark.parametrize(("length", "name"), [(4096, "flash_hopper"), (1024, "flash_triton")])
-def test_large_problems_use_the_hopper_kernels(on_a_hopper_gpu, length, name):
-    assert module.best_fused(4 * 1024 * length, length, 64, torch.device("cpu")) == name
-    assert module.best_fused(4 * 1024 * length, length, 200, torch.device("cpu")) == name
-    assert module.best_fused(4 * 1024 * length, length, 36, torch.device("cpu")) == "flash_triton"
+@pytest.mark.parametrize(
+    ("length", "d", "name"),
+    [
+        *((4096, 64, "flash_hopper"), (1024, 64, "flash_triton"), (1024, 128, "flash_triton")),
+        *((1024, 136, "flash_hopper"), (1024, 256, "flash_hopper"), (512, 256, "flash_triton")),
+        (4096, 36, "flash_triton"),
+    ],
+)
+def test_large_problems_use_the_hopper_kernels(on_a_hopper_gpu, length, d, name):
+    from unittest import mock
+
+    elements = 4 * 1024 * length
+    assert module.best_fused(elements, length, d, torch.device("cpu")) == name
+    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, elements // length // d, length, d))
+    q.device, q.numel.return_value = torch.device("cpu"), elements
+    assert module.choose(q, q, Band(-length, 0), return_lse=True) == name
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter takes CPU tensors")
@@ -320,23 +331,45 @@ def test_sections_of_192_columns_are_small_without_a_mask(band, is_small):
 @pytest.mark.parametrize(
     ("tokens", "documents", "band", "name"),
     [
-        (32768, 64, CAUSAL, "flash_hopper"),
-        (32768, 512, CAUSAL, "flash_triton"),  # short documents
-        (32768, 64, Band(-512, 0), "flash_hopper"),
-        (1024, 1, CAUSAL, "flash_triton"),  # too few of them to fill a GPU
-        (32768, 64, Band(-40, 0), "flash_triton"),
+        (32768, 64, CAUSAL, "both"),
+        (32768, 256, CAUSAL, "both"),
+        (32768, 512, CAUSAL, "wide"),  # short documents
+        (32768, 513, CAUSAL, "neither"),
+        (32768, 64, Band(-512, 0), "both"),
+        (512, 1, CAUSAL, "neither"),  # too few of them to fill a GPU
+        (32768, 64, Band(-80, 0), "wide"),
+        (32768, 64, Band(-40, 0), "neither"),
     ],
 )
 def test_long_documents_use_the_hopper_kernels(on_a_hopper_gpu, tokens, documents, band, name):
+    """ "wide": head dims above 128."""
     from unittest import mock
 
     from cs336_systems.kernels.flash import varlen
     from cs336_systems.kernels.flash.packing import PackedMask
 
-    for d, deterministic, chosen in ((64, False, name), (64, True, "flash_triton"), (256, False, "flash_triton")):
+    for d, deterministic in ((64, False), (64, True), (128, False), (136, True), (256, False)):
+        on_hopper = name == "both" and not deterministic if d <= 128 else name != "neither"
+        chosen = "flash_hopper" if on_hopper else "flash_triton"
         q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 16, tokens, d), device=torch.device("cpu"))
         q.numel.return_value = 16 * tokens * d
         assert varlen.choose(q, q, PackedMask(band, False), documents, deterministic) == chosen
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("d", "documents", "is_small"),
+    [(64, 244, True), (64, 26, True), (128, 244, True), (128, 26, False), (128, 110, False)],
+)
+def test_forward_of_short_documents_runs_in_small_programs(d, documents, is_small):
+    """The mixes that were measured: docs/ATTENTION_MEASURED.md. With 110 documents one has half of the tokens."""
+    from cs336_systems.kernels.flash.hopper_launch import FORWARD, SHORT, PackedProblem
+    from cs336_systems.kernels.flash.packing import PackedMask
+
+    q = torch.empty(1, 16, 32768, d, dtype=torch.bfloat16, device="meta")
+    after = PackedProblem(q, q, q, PackedMask(CAUSAL, False), documents).plan_forward((q, q, q, q)).after
+    warpgroups = (SHORT if is_small else FORWARD)[d].warpgroups
+    assert after[9] == warpgroups
 
 
 def test_scratch_memory_of_many_documents_is_refused(on_a_hopper_gpu):
