@@ -27,7 +27,7 @@ have a pass for each gradient."""
 HOPPER_WORTH, WIDE_HOPPER_WORTH = 1 << 33, 1 << 31
 """Least product of q's elements and the keys that a query may see from which the Hopper kernels are taken, for head
 dims up to WIDEST_IN_ONE_PASS and above. Up to 128, fewer of their large programs do not fill the GPU. Above, they are
-faster at any size (1.1 to 1.9 times with 256 queries), but take longer to launch, which is the time of smaller calls."""
+faster at any size (1.1 to 1.9 times with 256 queries), but they take longer to launch, which smaller calls wait for."""
 HOPPER_LENGTH, WIDE_HOPPER_LENGTH = 128, 64
 """Mean length of packed documents, and width of windows in them, from which the Hopper kernels are taken, likewise.
 Forward and backward they are 1.3 to 1.5 times as fast as the portable ones at a mean of 134 tokens and a head dim up to

@@ -177,9 +177,10 @@ def _section(
 
 
 def _facts(records: Iterable[Record]) -> dict[Text, str]:
-    """Return machine, versions, commit and date for the header: all values that occur, in order of appearance."""
+    """Return machine, versions, commit and date for the header: all values that occur, the oldest first."""
     found: dict[Text, dict[str, None]] = {}
-    for environment in {id(record.environment): record.environment for record in records}.values():
+    environments = {id(record.environment): record.environment for record in records}.values()
+    for environment in sorted(environments, key=lambda each: each.utc or ""):
         versions = {
             Text("machine"): environment.machine,
             Text("torch"): environment.torch,

@@ -44,6 +44,8 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 ROUNDS = {"forward": 0, "backward": 2}
 """Minimum number of rounds of programs, on all multiprocessors, that a section has with a causal mask: the longest
 programs are the first of their section, and those of the last section should not be among the last ones."""
+PACKED_ROUNDS = 3
+"""As ROUNDS, for packed documents and all kernels: a few of the blocks may have most of the work."""
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
 D_USED = (80, 96, 192)
@@ -414,7 +416,8 @@ class PackedProblem:
         """Return the plan for (q, k, v, out)."""
         own, shape = self._own, self._shape
         d, blocks = own.block_d, most_blocks(self._query_blocks.rows, own.len_q, self._documents)
-        schedule = order(blocks, 1, own.heads, L2_SHARE["forward"] // (4 * d * own.len_k))
+        fit = L2_SHARE["forward"] // (4 * d * own.len_k)
+        schedule = self._order(blocks, own.len_q // self._query_blocks.rows, own.heads, fit)
         programs = blocks * own.heads
         return self._plan(
             hopper_forward.forward_kernel,
@@ -461,7 +464,7 @@ class PackedProblem:
             ],
             before=(own.heads, UNUSED, self._padded, self._lo, self._hi),
             after=(
-                *(UNUSED, order(blocks, 1, own.kv_heads, fit), programs, 1),
+                *(UNUSED, self._order(blocks, own.len_k // KEYS, own.kv_heads, fit), programs, 1),
                 *(self._causal, False, d, own.d_used, queries),
                 *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), own.group, own.group),
             ),
@@ -488,7 +491,15 @@ class PackedProblem:
             (*tensors, into),
             [(ROWS, d)] * 4 + [(ROWS,)] * 2 + [(ROWS, d)],
             before=(own.heads, UNUSED, UNUSED, self._padded, self._lo, self._hi),
-            after=(blocks, order(blocks, 1, heads, fit), gradient, self._causal, d, own.d_used, own.group),
+            after=(
+                blocks,
+                self._order(blocks, rows // KEYS, heads, fit),
+                gradient,
+                self._causal,
+                d,
+                own.d_used,
+                own.group,
+            ),
             starts={4: 0, 5: self._all_queries},
         )
 
@@ -512,6 +523,11 @@ class PackedProblem:
             descriptions.append(description)
         device, options = self._own.device, {"num_warps": 4, **options}
         return Plan(kernel, programs, device, copied, descriptions, before, after, options)
+
+    def _order(self, blocks: int, full: int, heads: int, fit: int) -> "Schedule":
+        """Return the schedule of a table of `blocks` lines for each head, of which at least `full` are blocks."""
+        least = triton.cdiv(PACKED_ROUNDS * _multiprocessors(self._own.device) * blocks, max(full, 1))
+        return order(blocks, 1, heads, fit, least)
 
     def _masked_tiles(self, own: int, visited: int) -> int:
         """Return number of tiles of width `visited` that the diagonal may cut for `own` rows, at least 1."""

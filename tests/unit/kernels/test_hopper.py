@@ -372,6 +372,23 @@ def test_forward_of_short_documents_runs_in_small_programs(d, documents, is_smal
     assert after[9] == warpgroups
 
 
+@needs_gluon
+@pytest.mark.parametrize(
+    ("tokens", "heads", "section"), [(8192, 16, 8), (16384, 16, 4), (32768, 16, 2), (65536, 16, 1)]
+)
+def test_sections_of_packed_documents_fill_the_gpu_several_times(tokens, heads, section):
+    """Else the longest document's programs of the last head would be among the last to start."""
+    from cs336_systems.kernels.flash.hopper_launch import PackedProblem, Schedule
+    from cs336_systems.kernels.flash.packing import PackedMask
+
+    for d in (128, 256):
+        q = torch.empty(1, heads, tokens, d, dtype=torch.bfloat16, device="meta")
+        plans = PackedProblem(q, q, q, PackedMask(CAUSAL, False), 100).plan_backward(q, q, q, q, q, q, q, q)
+        for plan in [plans.main] if d == 128 else plans.passes:
+            schedule = next(x for x in plan.after if isinstance(x, Schedule))
+            assert schedule.section == section
+
+
 def test_scratch_memory_of_many_documents_is_refused(on_a_hopper_gpu):
     q = torch.zeros(1, 128, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"flash_hopper.*40000 documents.*impl='auto'"):
