@@ -4,7 +4,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,17 +40,27 @@ class Memory:
         if storage.nbytes():
             self._parts[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def locate(self, addresses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the memory with these addresses, as a tensor of `dtype`, and their indices in it."""
-        low, high = int(addresses.min()), int(addresses.max()) + dtype.itemsize
+    def _part(self, low: int, high: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """Return the memory with the elements from address `low` to `high`, as a tensor of `dtype`, and its address."""
+        high += dtype.itemsize
         for start, part in self._parts.items():
             if start <= low and high <= start + part.numel():
-                inside = addresses - start
-                if bool((inside % dtype.itemsize).any()):
-                    raise EmulationError(f"an address of {dtype} is not a multiple of {dtype.itemsize}")
-                numbers = part[: part.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-                return numbers, inside // dtype.itemsize
+                return part[: part.numel() // dtype.itemsize * dtype.itemsize].view(dtype), start
         raise EmulationError(f"access outside of all tensors, at {low:#x} to {high:#x}")
+
+    def locate(self, addresses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the memory with these addresses, as a tensor of `dtype`, and their indices in it."""
+        numbers, start = self._part(int(addresses.min()), int(addresses.max()), dtype)
+        inside = addresses - start
+        if bool((inside % dtype.itemsize).any()):
+            raise EmulationError(f"an address of {dtype} is not a multiple of {dtype.itemsize}")
+        return numbers, inside // dtype.itemsize
+
+    def region(self, tile: "Tile", dtype: torch.dtype) -> Tensor:
+        """Return a view of the elements of a tile."""
+        last = tile.address + sum((n - 1) * s for n, s in zip(tile.shape, tile.strides, strict=True)) * dtype.itemsize
+        numbers, start = self._part(min(tile.address, last), max(tile.address, last), dtype)
+        return numbers.as_strided(tile.shape, tile.strides, (tile.address - start) // dtype.itemsize)
 
     def load(self, addresses: Tensor, mask: Tensor, other: float | None, dtype: torch.dtype) -> Tensor:
         """Return the elements there; `other` where the mask is false, or anything if it is None."""
@@ -60,10 +70,21 @@ class Memory:
             found[mask] = numbers[indices]
         return found
 
-    def store(self, addresses: Tensor, mask: Tensor, values: Tensor, *, add: bool = False) -> None:
+    def store(self, addresses: Tensor, mask: Tensor, values: Tensor) -> None:
         if bool(mask.any()):
             numbers, indices = self.locate(addresses[mask], values.dtype)
-            numbers[indices] = numbers[indices] + values[mask] if add else values[mask]
+            numbers[indices] = values[mask]
+
+
+class Tile(NamedTuple):
+    """The part of a tile of the copy engine that is inside its tensor."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    """In elements; 0 for a dimension of one row."""
+    rows: tuple[slice, ...]
+    """Its place in the tile."""
 
 
 class Descriptor:
@@ -81,22 +102,20 @@ class Descriptor:
     def bytes(self) -> int:
         return math.prod(self.block_shape) * self.dtype.itemsize
 
-    def tile(self, place: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the addresses of the tile at these coordinates, and a mask of those inside the tensor."""
+    def tile(self, place: Sequence[int]) -> Tile | None:
+        """Return what the tensor has of the tile at these coordinates; None if all of it is outside."""
         if len(place) != len(self._shape):
             raise EmulationError(f"{len(place)} coordinates for {len(self._shape)} dimensions")
-        first = sum(at * stride for at, stride in zip(place, self._strides, strict=True)) * self.dtype.itemsize
-        first = (self._address + first + ADDRESSES // 2) % ADDRESSES - ADDRESSES // 2
-        addresses = torch.full(self.block_shape, first)
-        inside = torch.ones(self.block_shape, dtype=torch.bool)
-        dimensions = zip(place, self._shape, self._strides, self.block_shape, strict=True)
-        for dim, (at, size, stride, rows) in enumerate(dimensions):
-            if rows > 1 or not 0 <= at < size:
-                shape = [1] * dim + [rows] + [1] * (len(place) - dim - 1)
-                step = torch.arange(rows)
-                addresses += (step * (stride * self.dtype.itemsize if rows > 1 else 0)).view(shape)
-                inside &= ((step + at >= 0) & (step + at < size)).view(shape)
-        return addresses, inside
+        rows = [
+            slice(min(max(-at, 0), block), max(min(size - at, block), 0))
+            for at, size, block in zip(place, self._shape, self.block_shape, strict=True)
+        ]
+        if any(own.start >= own.stop for own in rows):
+            return None
+        first = sum((at + r.start) * s for at, r, s in zip(place, rows, self._strides, strict=True))
+        address = (self._address + first * self.dtype.itemsize + ADDRESSES // 2) % ADDRESSES - ADDRESSES // 2
+        strides = [s if block > 1 else 0 for s, block in zip(self._strides, self.block_shape, strict=True)]
+        return Tile(address, [own.stop - own.start for own in rows], strides, tuple(rows))
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -356,14 +375,15 @@ class Machine:
     # Copies
 
     def load_tile(self, source: Descriptor, place: Sequence[int], at: Shared, into: Shared) -> None:
-        barrier = self.barrier(at)
-        addresses, inside = source.tile(place)
-        if math.prod(into.shape) != inside.numel():
+        barrier, tile = self.barrier(at), source.tile(place)
+        if math.prod(into.shape) != math.prod(source.block_shape):
             raise EmulationError(f"a tile {source.block_shape} does not fill a buffer {into.shape}")
         into.data.fill_(math.nan)  # anything, until it is there
 
         def deliver() -> None:
-            found = self.memory.load(addresses, inside, 0, source.dtype)
+            found = torch.zeros(source.block_shape, dtype=source.dtype)
+            if tile is not None:
+                found[tile.rows] = self.memory.region(tile, source.dtype)
             into.data.copy_(found.view(into.shape))
             barrier.deliver(source.bytes)
 
@@ -371,12 +391,15 @@ class Machine:
         self._maybe_pause()
 
     def store_tile(self, target: Descriptor, place: Sequence[int], source: Shared, *, add: bool = False) -> None:
-        addresses, inside = target.tile(place)
-        if math.prod(source.shape) != inside.numel():
+        tile = target.tile(place)
+        if math.prod(source.shape) != math.prod(target.block_shape):
             raise EmulationError(f"a tile {target.block_shape} does not fill a buffer {source.shape}")
 
         def store() -> None:
-            self.memory.store(addresses, inside, source.read().reshape(inside.shape), add=add)
+            values = source.read().reshape(target.block_shape)
+            if tile is not None:
+                region = self.memory.region(tile, target.dtype)
+                region.copy_(region + values[tile.rows] if add else values[tile.rows])
 
         self._now_or_later(store)
 
