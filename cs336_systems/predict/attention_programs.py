@@ -1,4 +1,5 @@
-"""How attention on Hopper GPUs divides its work among programs: rules of the kernels and of predicted times.
+"""When attention uses the kernels for Hopper GPUs, and how these divide their work among programs: rules of the kernels
+and of predicted times.
 
 No torch.
 """
@@ -9,34 +10,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# -- forward ----------------------------------------------------------------------------------------------------------
-
-SHORT_KEYS = {
-    64: {"full": 1024, "causal": 4096, "window": 8192},
-    128: {"full": 256, "causal": 512, "window": 4096},
-}
-"""Largest number of keys that a query sees for which small programs are faster, by padded head dim and mask; measured
-on an H200. With a head dim of 256 there are no small programs: an SM's shared memory holds one program."""
-
+# -- when they are chosen ---------------------------------------------------------------------------------------------
 
 WIDEST_IN_ONE_PASS = 128
 """Largest head dim whose backward computes all gradients in one pass, which adds up dQ in no fixed order. Wider heads
 have a pass for each gradient."""
-
-
 HOPPER_WORTH, WIDE_HOPPER_WORTH = 1 << 33, 1 << 31
 """Least product of q's elements and the keys that a query may see from which the Hopper kernels are taken, for head
 dims up to WIDEST_IN_ONE_PASS and above. Up to 128, fewer of their large programs do not fill the GPU. Above, they are
-faster at any size (1.1 to 1.9 times with 256 queries), but they take longer to launch, which smaller calls wait for."""
+faster at any size (both passes 1.1 to 1.5 times with 256 queries), but take longer to launch than small calls run."""
 HOPPER_LENGTH, WIDE_HOPPER_LENGTH = 128, 64
 """Mean length of packed documents, and width of windows in them, from which the Hopper kernels are taken, likewise.
 Forward and backward they are 1.3 to 1.5 times as fast as the portable ones at a mean of 134 tokens and a head dim up to
 128, 1.6 to 2.4 times at a mean of 64 above; with 32 tokens in every document they are slower."""
 HOPPER_ELEMENTS = 1 << 22
 """Elements of q from which the Hopper kernels' programs for packed documents fill the GPU."""
-LONGER_THAN_MEAN = 2
-"""Length of the document of a mean token over that of a mean document, where lengths are distributed exponentially.
-Texts have heavier tails."""
 
 
 def suits_hopper(work: int, head_dim: int) -> bool:
@@ -49,6 +37,19 @@ def packing_suits_hopper(elements: int, length: float, keys: int, head_dim: int)
     a document and the number of keys that a query may see."""
     least = HOPPER_LENGTH if head_dim <= WIDEST_IN_ONE_PASS else WIDE_HOPPER_LENGTH
     return min(length, keys) >= least and elements >= HOPPER_ELEMENTS
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+
+SHORT_KEYS = {
+    64: {"full": 1024, "causal": 4096, "window": 8192},
+    128: {"full": 256, "causal": 512, "window": 4096},
+}
+"""Largest number of keys that a query sees for which small programs are faster, by padded head dim and mask; measured
+on an H200. With a head dim of 256 there are no small programs: an SM's shared memory holds one program."""
+LONGER_THAN_MEAN = 2
+"""Length of the document of a mean token over that of a mean document, where lengths are distributed exponentially.
+Texts have heavier tails."""
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Which kernels take the time, by phase and kind? And inside attention, what takes the time and what the FLOPs?"""
+"""Experiments on the time of kernels by phase and kind, and on the time and the FLOPs of the parts of attention."""
 
 import dataclasses
 from collections import Counter, defaultdict

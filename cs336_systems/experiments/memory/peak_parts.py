@@ -1,4 +1,5 @@
-"""What is memory made of at its peak, what does forward keep for backward, and what follows from the configuration?"""
+"""Experiments on the parts of memory at its peak, on what forward keeps for backward, and on what a model
+needs by its configuration."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence

@@ -305,7 +305,7 @@ def _on_these_gpus(cell: CellView) -> Text:
                 )
             )
         if lines:
-            return Text("\n".join(line.en for line in lines), "\n".join(line.zh for line in lines))
+            return listed(lines, ("\n", "\n"))
         return Text("On this one only a smaller model fits.", "在这一张上只有更小的模型才放得下。")
     if flags:
         return say("On these {} a shorter context fits: {}", "在这 {} 张 GPU 上可用更短的上下文：{}", gpus, flags)

@@ -1,4 +1,4 @@
-"""What do lower precision and torch.compile give, and cost, against fp32 and against eager?"""
+"""Experiments on what lower precision and torch.compile gain and cost, against fp32 and against eager."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

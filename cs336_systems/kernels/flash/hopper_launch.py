@@ -485,21 +485,14 @@ class PackedProblem:
         heads, rows, seen = (own.heads, own.len_q, own.len_k) if of_q else (own.kv_heads, own.len_k, own.len_q)
         blocks = most_blocks(KEYS, rows, self._documents)
         fit = L2_SHARE["forward"] // (4 * d * seen * (1 if of_q else own.group))
+        schedule = self._order(blocks, rows // KEYS, heads, fit)
         return self._plan(
             hopper_wide.gradient_kernel,
             blocks * heads,
             (*tensors, into),
             [(ROWS, d)] * 4 + [(ROWS,)] * 2 + [(ROWS, d)],
             before=(own.heads, UNUSED, UNUSED, self._padded, self._lo, self._hi),
-            after=(
-                blocks,
-                self._order(blocks, rows // KEYS, heads, fit),
-                gradient,
-                self._causal,
-                d,
-                own.d_used,
-                own.group,
-            ),
+            after=(blocks, schedule, gradient, self._causal, d, own.d_used, own.group),
             starts={4: 0, 5: self._all_queries},
         )
 

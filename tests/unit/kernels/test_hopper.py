@@ -4,8 +4,10 @@ tests/gpu/test_gpu_attention.py tests their results, test_kernel_resources.py th
 """
 
 import importlib
+import math
 import os
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +35,13 @@ def on_a_hopper_gpu(monkeypatch):
     """Make the dispatcher believe that the tensors' device is a Hopper GPU."""
     for name in ("triton_problem", "gluon_problem"):
         monkeypatch.setattr(module, name, lambda device: None)
+
+
+def on_a_gpu(*shape):
+    """Return a stand-in for a tensor of a Hopper GPU."""
+    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=shape, device=torch.device("cpu"))
+    q.numel.return_value = math.prod(shape)
+    return q
 
 
 def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, deterministic=False, heads=16):
@@ -75,12 +84,9 @@ def test_unsupported_calls(on_a_hopper_gpu, arguments, reason):
     ],
 )
 def test_large_problems_use_the_hopper_kernels(on_a_hopper_gpu, length, d, name):
-    from unittest import mock
-
     elements = 4 * 1024 * length
     assert module.best_fused(elements, length, d, torch.device("cpu")) == name
-    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, elements // length // d, length, d))
-    q.device, q.numel.return_value = torch.device("cpu"), elements
+    q = on_a_gpu(1, elements // length // d, length, d)
     assert module.choose(q, q, Band(-length, 0), return_lse=True) == name
 
 
@@ -93,10 +99,7 @@ def test_cpu_tensors_are_refused():
 
 @pytest.mark.parametrize(("d", "name"), [(128, "flash_triton"), (136, "flash_hopper"), (256, "flash_hopper")])
 def test_deterministic_calls_of_wide_heads_use_the_hopper_kernels(on_a_hopper_gpu, d, name):
-    from unittest import mock
-
-    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(4, 16, 4096, d), device=torch.device("cpu"))
-    q.numel.return_value = 4 * 16 * 4096 * d
+    q = on_a_gpu(4, 16, 4096, d)
     assert module.choose(q, q, CAUSAL, deterministic=True) == name
     assert module.choose(q, q, CAUSAL) == "flash_hopper"
 
@@ -342,17 +345,14 @@ def test_sections_of_192_columns_are_small_without_a_mask(band, is_small):
     ],
 )
 def test_long_documents_use_the_hopper_kernels(on_a_hopper_gpu, tokens, documents, band, name):
-    """ "wide": head dims above 128."""
-    from unittest import mock
-
+    """With head dims above and up to 128 ("both"), or only above ("wide")."""
     from cs336_systems.kernels.flash import varlen
     from cs336_systems.kernels.flash.packing import PackedMask
 
     for d, deterministic in ((64, False), (64, True), (128, False), (136, True), (256, False)):
         on_hopper = name == "both" and not deterministic if d <= 128 else name != "neither"
         chosen = "flash_hopper" if on_hopper else "flash_triton"
-        q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 16, tokens, d), device=torch.device("cpu"))
-        q.numel.return_value = 16 * tokens * d
+        q = on_a_gpu(1, 16, tokens, d)
         assert varlen.choose(q, q, PackedMask(band, False), documents, deterministic) == chosen
 
 

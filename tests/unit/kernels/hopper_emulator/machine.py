@@ -80,11 +80,14 @@ class Tile(NamedTuple):
     """The part of a tile of the copy engine that is inside its tensor."""
 
     address: int
-    shape: list[int]
     strides: list[int]
-    """In elements; 0 for a dimension of one row."""
+    """In elements."""
     rows: tuple[slice, ...]
     """Its place in the tile."""
+
+    @property
+    def shape(self) -> list[int]:
+        return [own.stop - own.start for own in self.rows]
 
 
 class Descriptor:
@@ -102,20 +105,23 @@ class Descriptor:
     def bytes(self) -> int:
         return math.prod(self.block_shape) * self.dtype.itemsize
 
+    def require_filling(self, buffer: "Shared") -> None:
+        if math.prod(buffer.shape) != math.prod(self.block_shape):
+            raise EmulationError(f"a tile {self.block_shape} does not fill a buffer {buffer.shape}")
+
     def tile(self, place: Sequence[int]) -> Tile | None:
         """Return what the tensor has of the tile at these coordinates; None if all of it is outside."""
         if len(place) != len(self._shape):
             raise EmulationError(f"{len(place)} coordinates for {len(self._shape)} dimensions")
-        rows = [
+        rows = tuple(
             slice(min(max(-at, 0), block), max(min(size - at, block), 0))
             for at, size, block in zip(place, self._shape, self.block_shape, strict=True)
-        ]
+        )
         if any(own.start >= own.stop for own in rows):
             return None
         first = sum((at + r.start) * s for at, r, s in zip(place, rows, self._strides, strict=True))
         address = (self._address + first * self.dtype.itemsize + ADDRESSES // 2) % ADDRESSES - ADDRESSES // 2
-        strides = [s if block > 1 else 0 for s, block in zip(self._strides, self.block_shape, strict=True)]
-        return Tile(address, [own.stop - own.start for own in rows], strides, tuple(rows))
+        return Tile(address, self._strides, rows)
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -376,8 +382,7 @@ class Machine:
 
     def load_tile(self, source: Descriptor, place: Sequence[int], at: Shared, into: Shared) -> None:
         barrier, tile = self.barrier(at), source.tile(place)
-        if math.prod(into.shape) != math.prod(source.block_shape):
-            raise EmulationError(f"a tile {source.block_shape} does not fill a buffer {into.shape}")
+        source.require_filling(into)
         into.data.fill_(math.nan)  # anything, until it is there
 
         def deliver() -> None:
@@ -392,8 +397,7 @@ class Machine:
 
     def store_tile(self, target: Descriptor, place: Sequence[int], source: Shared, *, add: bool = False) -> None:
         tile = target.tile(place)
-        if math.prod(source.shape) != math.prod(target.block_shape):
-            raise EmulationError(f"a tile {target.block_shape} does not fill a buffer {source.shape}")
+        target.require_filling(source)
 
         def store() -> None:
             values = source.read().reshape(target.block_shape)
