@@ -320,12 +320,14 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
     at = place(work.batch, work.kv_head, work.loaded_k + work.column, config.PACKED)
     tma.async_copy_global_to_shared(inputs.k, at, barriers.kv_full, buffers.s_k)
     tma.async_copy_global_to_shared(inputs.v, at, barriers.kv_full, buffers.s_v.index(0))
+    # Places are computed one iteration ahead: with grouped heads that takes divisions, which would delay the loads.
+    head, row = _head_and_row(0, work, config)
+    flat = _place_in_scratch(head, row, work, heads, padded, config)
+    added = flat
     for t in range(work.tiles + STAGES + 1):
         slot = t % STAGES
         mbarrier.wait(barriers.done.index(slot), (t // STAGES & 1) ^ 1)
         if t < work.tiles:
-            head, row = _head_and_row(t, work, config)
-            flat = _place_in_scratch(head, row, work, heads, padded, config)
             at = _place_of_queries(head, row, work, config)
             bar = barriers.full.index(slot)
             mbarrier.expect(bar, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
@@ -333,7 +335,12 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
             tma.async_copy_global_to_shared(inputs.lse, [flat], bar, buffers.s_lse.index(slot))
             tma.async_copy_global_to_shared(inputs.do, at, bar, buffers.s_do.index(slot))
             tma.async_copy_global_to_shared(inputs.delta, [flat], bar, buffers.s_delta.index(slot))
-        _add_dq(t, desc_dq, buffers.s_dq, barriers.dq_free, work, heads, padded, config)
+        if t > STAGES:  # the stage of tile t - STAGES has just become free: dQ of the tile before is complete
+            _add_dq(t - STAGES - 1, added, desc_dq, buffers.s_dq, barriers.dq_free, config)
+        head, row = _head_and_row(t - STAGES, work, config)
+        added = _place_in_scratch(head, row, work, heads, padded, config)
+        head, row = _head_and_row(t + 1, work, config)
+        flat = _place_in_scratch(head, row, work, heads, padded, config)
 
 
 @gluon.jit
@@ -355,17 +362,14 @@ def _place_in_scratch(head, row, work, heads, padded, config):
 
 
 @gluon.jit
-def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
-    """Add to global memory the dQ of tile t - STAGES - 1: the stage of tile t - STAGES has just become free."""
-    if t > STAGES:
-        DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
-        tile = t - STAGES - 1
-        head, row = _head_and_row(tile, work, config)
-        block = _place_in_scratch(head, row, work, heads, padded, config) // HALF * (config.D // HALF)
-        for w in gl.static_range(2):
-            tma_reduce_add(desc_dq, [(block + w) * (4 * WARP), 0], s_dq.index(tile % DQ_BUFFERS * 2 + w))
-        tma.store_wait(0)
-        mbarrier.arrive(dq_free.index(tile % DQ_BUFFERS))
+def _add_dq(tile, flat, desc_dq, s_dq, dq_free, config):
+    """Add the dQ of a tile to global memory. `flat`: index in scratch memory of the tile's first query."""
+    DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
+    block = flat // HALF * (config.D // HALF)
+    for w in gl.static_range(2):
+        tma_reduce_add(desc_dq, [(block + w) * (4 * WARP), 0], s_dq.index(tile % DQ_BUFFERS * 2 + w))
+    tma.store_wait(0)
+    mbarrier.arrive(dq_free.index(tile % DQ_BUFFERS))
 
 
 @gluon.jit
