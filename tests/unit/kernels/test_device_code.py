@@ -12,6 +12,11 @@ ROTATED = """
 for t in range(tiles):
     before, flat = flat, t * rows
 """
+COUNTED = """
+for t in range(tiles):
+    before = flat
+    flat += rows
+"""
 COPIED = """
 for t in range(tiles):
     new_max = maximum(b_max, t)
@@ -28,23 +33,24 @@ def stale_copies(tree: ast.AST) -> Iterator[str]:
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.For | ast.While):
             continue
-        assignments = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
+        assignments = [node for node in ast.walk(loop) if isinstance(node, ast.Assign | ast.AugAssign)]
         assignments.sort(key=lambda node: node.lineno)
         changed, current = {name for node in assignments for name in assigned(node)}, set()
         for node in assignments:
             values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
             copied = {value.id for value in values if isinstance(value, ast.Name)}
-            if copied & changed - current:
+            if isinstance(node, ast.Assign) and copied & changed - current:
                 yield ast.unparse(node)
             current |= assigned(node)
 
 
-def assigned(node: ast.Assign) -> set[str]:
-    return {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+def assigned(node: ast.stmt) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
 
 
-def test_a_rotation_of_variables_is_found():
+def test_stale_copies_are_found():
     assert list(stale_copies(ast.parse(ROTATED))) == ["before, flat = (flat, t * rows)"]
+    assert list(stale_copies(ast.parse(COUNTED))) == ["before = flat"]
     assert not list(stale_copies(ast.parse(COPIED)))
 
 
