@@ -189,6 +189,9 @@ class Barriers:
     """Barrier: both consumers have read a stage's queries and stored its dS."""
     dq_free: Value
     """Barrier: a buffer of dQ was added to global memory."""
+    last_dq: Value
+    """Barrier: both consumers have stored dQ of the last tile. `done` cannot say so: with one or two tiles the consumers
+    may finish before the producer waits for a stage that they have used, and it would miss a phase."""
     ping_pong: Value
 
 
@@ -277,6 +280,7 @@ def backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [DQ_BUFFERS, 1], mbarrier.MBarrierLayout())
+    last_dq = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     s_parked = gl.allocate_shared_memory(gl.int64, [PARKED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     _park(s_parked, BATCH, batch)
@@ -287,6 +291,7 @@ def backward_kernel(
         address = p_partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
         _park(s_parked, PARTIAL, gl.where(number < 0, 0, address))
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(last_dq, count=2)
     for i in gl.static_range(DQ_BUFFERS):
         mbarrier.init(dq_free.index(i), count=1)
     for w in gl.static_range(2):
@@ -299,7 +304,7 @@ def backward_kernel(
     gdc_launch_dependents()
     inputs = Inputs(q=desc_q, k=desc_k, v=desc_v, do=desc_do, lse=desc_lse, delta=desc_delta)
     buffers = Buffers(s_q=s_q, s_do=s_do, s_lse=s_lse, s_delta=s_delta, s_k=s_k, s_v=s_v, s_ds=s_ds, s_dq=s_dq)
-    barriers = Barriers(kv_full=kv_full, full=full, done=done, dq_free=dq_free, ping_pong=ping_pong)
+    barriers = Barriers(kv_full=kv_full, full=full, done=done, dq_free=dq_free, last_dq=last_dq, ping_pong=ping_pong)
     outputs = Outputs(desc_dk=desc_dk, desc_dv=desc_dv, s_parked=s_parked)
     specialize_warps(
         _produce, (inputs, desc_dq, buffers, barriers, work, heads, padded, config),
@@ -324,7 +329,7 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
     head, row = _head_and_row(0, work, config)
     flat = _place_in_scratch(head, row, work, heads, padded, config)
     added = flat
-    for t in range(work.tiles + STAGES + 1):
+    for t in range(work.tiles + STAGES):
         slot = t % STAGES
         mbarrier.wait(barriers.done.index(slot), (t // STAGES & 1) ^ 1)
         if t < work.tiles:
@@ -341,6 +346,8 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
         added = _place_in_scratch(head, row, work, heads, padded, config)
         head, row = _head_and_row(t + 1, work, config)
         flat = _place_in_scratch(head, row, work, heads, padded, config)
+    mbarrier.wait(barriers.last_dq, 0)
+    _add_dq(work.tiles - 1, added, desc_dq, buffers.s_dq, barriers.dq_free, config)
 
 
 @gluon.jit
@@ -469,7 +476,7 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     b_dq = warpgroup_mma_wait(0, deps=[dq_token])
     _store_dq(b_dq, last, buffers.s_dq, barriers.dq_free, W)
     fence_async_shared()
-    mbarrier.arrive(barriers.done.index((last + 1) % STAGES))
+    mbarrier.arrive(barriers.last_dq)
     tma.store_wait(0)
 
 

@@ -210,7 +210,8 @@ def forward_kernel(
         start, tiles = part_of(tiles, split, of)
         column = start * BLOCK_N
     if WINDOW:
-        start = gl.minimum(gl.maximum(row + lo, 0) // BLOCK_N, tiles - 1)
+        # The first query that exists counts. Otherwise no query would see the last tiles, nor wait for their copies.
+        start = gl.minimum(gl.maximum(gl.maximum(row, 0) + lo, 0) // BLOCK_N, tiles - 1)
         tiles -= start
         column = start * BLOCK_N
     work = Work(

@@ -23,6 +23,7 @@ DOCUMENTS = Packed((40, 3, 70), (90, 3, 300), d=192, **ONE_HEAD)
 SPLIT = {d: Case(300, 520, d=d, heads=3, kv_heads=1) for d in (64, 128)}
 """With few multiprocessors keys are split in forward, queries in backward."""
 FAR = {d: Case(200, 600, d=d, **ONE_HEAD) for d in (64, 128, 256)}
+FEW_QUERIES = {d: Case(64, 200, d=d, is_causal="bottom-right", window=(0, 9), **ONE_HEAD) for d in (64, 136)}
 OVERFLOWING = {"magnitude": 30, "large": True, "multiprocessors": 1}
 """Scores far above those of the first keys; with more multiprocessors keys are split, and programs see few."""
 WIDE_SUMS = "    sums, _, _ = waited(start_products(b_left, s_b1 if HAS_DS else s_b2, sums), b_left, b_left)"
@@ -80,6 +81,12 @@ def test_programs_share_the_heads_of_a_group(check, d, heads, multiprocessors):
 @pytest.mark.parametrize("d", [64, 256])
 def test_second_pass_after_an_overflow(check, d):
     check(FAR[d], **OVERFLOWING, small_programs=d == 64)
+
+
+@pytest.mark.parametrize("d", [64, 136])
+def test_windows_of_few_queries(check, d):
+    """The first warpgroup of a program has no queries: only keys that the others see may be loaded."""
+    check(FEW_QUERIES[d], small_programs=False)
 
 
 def test_a_gradient_that_the_copy_engine_cannot_read(check):
@@ -172,6 +179,21 @@ FAULTS = {
         "",
         "without a fence",
         Case(300, 200, d=64, **ONE_HEAD),
+    ),
+    "a signal at a barrier that the producer has not waited for yet": Fault(
+        "hopper_backward",
+        "    mbarrier.arrive(barriers.last_dq)\n",
+        "    mbarrier.arrive(barriers.last_dq)\n    mbarrier.arrive(barriers.done.index((last + 1) % STAGES))\n",
+        "deadlock",
+        Case(70, 70, d=64, **ONE_HEAD),
+    ),
+    "tiles of keys that no query sees": Fault(
+        "hopper_forward",
+        "gl.maximum(gl.maximum(row, 0) + lo, 0)",
+        "gl.maximum(row + lo, 0)",
+        "a copy that nothing waits for",
+        FEW_QUERIES[64],
+        {"small_programs": False},
     ),
     "values beside a mask are used": Fault(
         "hopper_backward",

@@ -295,6 +295,8 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.aborted = False
         self.random = random.Random(0)
+        self.last: Callable[[], None] | None = None
+        """What happens only when nothing else can: a warpgroup that goes on, or a copy that arrives."""
         self.program, self.programs = 0, 1
         self._barriers: dict[int, Barrier] = {}
         self._buffers: list[Shared] = []
@@ -315,6 +317,7 @@ class Machine:
         """Run warpgroups until all are done."""
         self.aborted = False
         groups = [Warpgroup(name, run, self) for name, run in partitions.items()]
+        self.last = self.random.choice([None, self._deliver, *(group.resume for group in groups)])
         try:
             while not all(group.done for group in groups):
                 ready: list[Callable[[], None]] = [g.resume for g in groups if not g.done and g.ready()]
@@ -323,6 +326,8 @@ class Machine:
                 if not ready:
                     stuck = ", ".join(f"{g.name} waits for {g.waits_for}" for g in groups if not g.done)
                     raise EmulationError(f"deadlock of program {self.program}: {stuck}")
+                if len(ready) > 1 and self.last in ready:
+                    ready.remove(self.last)
                 self.random.choice(ready)()
                 for group in groups:
                     if group.error is not None:
@@ -338,7 +343,7 @@ class Machine:
         self._copies.pop(self.random.randrange(len(self._copies)))()
 
     def _maybe_pause(self) -> None:
-        if self.random.random() < 0.5:
+        if self.last == self.warpgroup.resume or self.random.random() < 0.5:
             self.warpgroup.pause(lambda: True, "nothing")
 
     @property
