@@ -190,8 +190,8 @@ class Barriers:
     dq_free: Value
     """Barrier: a buffer of dQ was added to global memory."""
     last_dq: Value
-    """Barrier: both consumers have stored dQ of the last tile. `done` cannot say so: with one or two tiles the consumers
-    may finish before the producer waits for a stage that they have used, and it would miss a phase."""
+    """Barrier: both consumers have stored dQ of the last tile. `done` cannot say so: with one or two tiles they may do
+    that before the producer waits for a stage that they have used, and it would miss a phase."""
     ping_pong: Value
 
 

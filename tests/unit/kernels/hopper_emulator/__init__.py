@@ -4,7 +4,8 @@ The kernels' own source runs as Python, with `language.py` in place of Triton's 
 process of its own. What the hardware does at the same time runs in random order: warpgroups are threads of which one
 runs at a time, copies by the copy engine arrive late, and matmuls read shared memory when they start or when they are
 waited for. In most programs one warpgroup, or all copies to shared memory, wait until nothing else can run: that shows
-signals that a slow warpgroup misses. `machine.py` has the parts with state: shared memory, barriers, copies, warpgroups.
+signals that a slow warpgroup misses. `machine.py` has the parts with state: shared memory, barriers, copies,
+warpgroups.
 
 It finds wrong indices, masks, phases of barriers, and numbers of bytes; deadlocks; accesses outside of all tensors of
 the kernel; copies that nothing waits for; reads of shared memory before a copy has arrived, after its place was given
