@@ -90,6 +90,19 @@ def margin_note(error: float = MODEL_ERROR) -> Text:
     )
 
 
+def reference_notes(config: RunConfig) -> list[Text]:
+    """Say that a training step is that of `bench`, if none of the settings that `train` has on a GPU was asked for."""
+    asked = config.model_factory or config.attention != "reference" or config.fast != "off" or config.memory_budget
+    if config.mode != "train-step" or asked:
+        return []
+    return [
+        Text(
+            "the reference step, as `cs336 bench` runs it; `cs336 train` on a GPU has --attention auto --fast on",
+            "为 `cs336 bench` 所测的参考实现的一步；`cs336 train` 在 GPU 上默认使用 --attention auto --fast on",
+        )
+    ]
+
+
 @lru_cache(maxsize=4096)
 def step_peak(config: RunConfig, batch: int, host_limit: float = math.inf) -> int:
     """Return the peak bytes of a step with this batch; with a memory budget, of its most economical plan."""
@@ -339,6 +352,7 @@ def _notes(rows: list[Row], first: Text, error: float, *, asked: bool) -> Iterat
             "`*`：峰值出现在构建模型时：最大的 fp32 权重与打包优化器的内存同时存在",
         )
     yield margin_note(error)
+    yield from reference_notes(cells[0].config)
     if error == FAST_ERROR:
         yield Text(
             "the last few GiB need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments",

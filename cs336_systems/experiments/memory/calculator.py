@@ -15,7 +15,7 @@ from cs336_systems.config import RunConfig, UserError, flag
 from cs336_systems.experiments.ranks.rehearsal_command import verdict
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, RECOMPUTE, Plan
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.fit import gpu_bytes, safe_peak, usable_bytes
+from cs336_systems.predict.fit import gpu_bytes, reference_notes, safe_peak, usable_bytes
 from cs336_systems.predict.gpus import CARDS, GIGA, find_card, shown_name
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.memory_planner import BlockCosts, PlannedMemory, Rates, budget_bytes, plan_memory
@@ -150,7 +150,7 @@ def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None, gp
         say(", memory budget {}", "，显存预算 {}", config.memory_budget) if config.memory_budget else Text(""),
     )
     fits = [] if usable is None else [_verdict(config, full, traced, usable, gpu)]
-    return Table(title, columns, rows, [*fits, *_table_notes(config, full, traced)])
+    return Table(title, columns, rows, [*fits, *reference_notes(config), *_table_notes(config, full, traced)])
 
 
 def _verdict(config: RunConfig, full: Breakdown | None, traced: Any, usable: float, gpu: str) -> Text:

@@ -326,6 +326,17 @@ def test_the_description_names_the_run_in_both_languages():
     assert "模型" not in describe(config, "en")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({}, True), ({"precision": "bf16"}, True), ({"attention": "auto"}, False), ({"fast": "on"}, False),
+     ({"mode": "forward"}, False)],
+)  # fmt: skip
+def test_a_reference_step_is_told_from_that_of_train(fields, said):
+    tables = memory_table(on_gpu("small", **fields), trace=False), fit_table(FitArguments(sizes=("small",), **fields))
+    for table in tables:
+        assert any("`cs336 train`" in note for note in table.plain().notes) == said, table.title
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_memory_table_shows_the_breakdown(mode, precision):
