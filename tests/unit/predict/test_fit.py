@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.config import MODES, PLAIN_PRECISIONS, ModelConfig, RunConfig, UserError, model_config
+from cs336_systems.config import FAST_PARTS, MODES, PLAIN_PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
+from cs336_systems.flags import build
 from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fast_memory import fast_estimate
@@ -34,6 +35,7 @@ from cs336_systems.predict.memory_planner import block_plans, least_peak, most_e
 from cs336_systems.predict.model_flags import LIMITS, ShapeArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import Table
+from cs336_systems.train.settings import TrainSettings
 from tests.helpers import refused
 
 
@@ -335,6 +337,8 @@ def test_a_reference_step_is_told_from_that_of_train(fields, said):
     tables = memory_table(on_gpu("small", **fields), trace=False), fit_table(FitArguments(sizes=("small",), **fields))
     for table in tables:
         assert any("`cs336 train`" in note for note in table.plain().notes) == said, table.title
+    trained = build(TrainSettings, {"data": __file__}).run_config("cuda", 1)
+    assert (trained.attention, trained.fast_parts) == ("auto", frozenset(FAST_PARTS)), "the note says what train has"
 
 
 @pytest.mark.parametrize("mode", MODES)
