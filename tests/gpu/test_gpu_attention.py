@@ -305,6 +305,7 @@ def spot_check(q, k, v, dout, found, places):
         assert_right({name: x[one] for name, x in found.items()}, inputs, case)
 
 
+@pytest.mark.xdist_group("gpu_memory")  # two of them at once do not fit
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("layout", ["packed", "separate", "row_stride"])
 def test_beyond_two_to_the_31(layout, kernels, empty_gpu):
