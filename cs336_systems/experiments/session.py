@@ -132,7 +132,7 @@ def require_runnable(run: RunConfig) -> None:
     not there, the Triton kernels on a CPU."""
     require_module(run.model_factory)
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if run.device == "cpu" and run.attention in ("flash_triton", "flash_hopper") and not is_interpreted:
+    if run.device == "cpu" and run.attention.startswith(("flash_triton", "flash_hopper")) and not is_interpreted:
         problem = "the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"
         raise UserError(f"attention {run.attention}: {problem}", "attention")
 

@@ -19,6 +19,7 @@ COLORS = 12
 IMPLEMENTATIONS = {
     "auto": Text("ours", "本项目"),
     "flash_hopper": Text("ours, Hopper", "本项目，Hopper"),
+    "flash_hopper_repeatable": Text("ours, Hopper, repeatable", "本项目，Hopper，可重复"),
     "flash_triton": Text("ours, portable", "本项目，通用"),
     "flash_torch": Text("ours, in PyTorch", "本项目，PyTorch"),
     "flash_attention_4": Text("FlashAttention-4"),
@@ -64,6 +65,7 @@ def implementation_name(name: Any) -> Text:
 ATTENTION_NAMES = {
     "auto": Text("our attention", "本项目的注意力"),
     "flash_hopper": Text("our Hopper kernel", "本项目的 Hopper 内核"),
+    "flash_hopper_repeatable": Text("our repeatable Hopper kernel", "本项目可重复的 Hopper 内核"),
     "flash_triton": Text("our portable kernel", "本项目的通用内核"),
     "flash_torch": Text("our attention in PyTorch", "本项目的 PyTorch 注意力"),
     "sdpa_flash": Text("FlashAttention-2 in SDPA", "SDPA 的 FlashAttention-2"),

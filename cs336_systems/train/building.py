@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.kernels.flash.dispatch import triton_problem
+from cs336_systems.kernels.flash.dispatch import hopper_kernels, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.measure.block_planner import blocks_for_machine
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.parallel.torch_engine import TorchEngine, store_shard
-from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS
+from cs336_systems.predict.attention_programs import repeatable_suits_hopper
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
@@ -25,6 +25,7 @@ from cs336_systems.step.train_step import (
     AUTOCAST_DTYPES,
     STATE_DTYPES,
     TrainStep,
+    best_attention,
     build_model,
     require_device,
     require_fp8,
@@ -42,7 +43,7 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     require_device(run.device)
     require_fp8(run)
     if settings.faults.replay_every:
-        run = dataclasses.replace(run, attention=_repeatable_attention(run))
+        run = dataclasses.replace(run, attention=_repeatable_attention(run, settings.data.pack == "documents"))
     packs = "optimizer" in run.fast_parts
     torch.manual_seed(settings.seed)
     is_filled_later = settings.parallel.engine == "torch" or (packs and settings.init is None)
@@ -73,18 +74,21 @@ def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
     return plans[0]
 
 
-def _repeatable_attention(run: RunConfig) -> str:
-    """Return an attention implementation with repeatable gradients, for the comparison of two runs."""
+def _repeatable_attention(run: RunConfig, is_packed: bool) -> str:
+    """Return an attention implementation with repeatable gradients, for the comparison of two runs. `is_packed`:
+    documents are packed."""
     if not run.device.startswith("cuda") or run.attention not in ("auto", "flash_hopper", "sdpa"):
         return run.attention
-    if run.attention == "flash_hopper" and run.model.head_dim > WIDEST_IN_ONE_PASS:
-        return run.attention
-    if run.attention != "auto":
+    if run.attention == "sdpa":
         raise UserError(
-            f"--replay_every compares two runs to the bit, and the gradients of --attention {run.attention} differ "
-            f"from run to run; use --attention auto"
+            "--replay_every compares two runs to the bit, and the gradients of --attention sdpa differ from run to "
+            "run; use --attention auto"
         )
-    return "flash_triton" if triton_problem(torch.device(run.device)) is None else "reference"
+    if run.attention == "auto" and triton_problem(torch.device(run.device)) is not None:
+        return "reference"
+    suits_hopper = run.has_low_precision and (is_packed or repeatable_suits_hopper(run.model.head_dim, False))
+    takes_hopper = run.attention == "flash_hopper" or (suits_hopper and best_attention(run) == "flash_hopper")
+    return hopper_kernels(deterministic=True) if takes_hopper else "flash_triton"
 
 
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:

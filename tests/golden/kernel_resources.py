@@ -65,8 +65,9 @@ MASKS = {
     "far": Band(-8191, 0),
     "causal+17": Band(None, 17),
 }
-PASSES = ("grad_q", "grad_k", "grad_v")
-"""Backward of head dims above 128: a kernel for each gradient."""
+PASSES = {"grad_q": 0, "grad_k": 1, "grad_v": 2, "grad_kv": 1}
+"""Backward in passes: kernel -> index of the pass. Head dims above 128 have one for each gradient, repeatable gradients
+of others one for those of keys and values."""
 HOPPER = [
     # kernel, dtype, head dim, mask, query heads per KV head, queries, keys
     ("forward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
@@ -113,13 +114,26 @@ HOPPER = [
     ("forward", "bf16", 256, "full", 1, UNEVEN, UNEVEN),
     *(
         (kernel, *call)
-        for kernel in PASSES
+        for kernel in ("grad_q", "grad_k", "grad_v")
         for call in (
             ("bf16", 192, "causal", 1, LENGTH, LENGTH),
             ("fp16", 192, "causal+17", 4, ODD, LENGTH),
             ("bf16", 256, "causal", 1, LENGTH, LENGTH),
             ("bf16", 256, "full", 4, LENGTH, LENGTH),
             ("bf16", 256, "window", 4, LENGTH, LENGTH),
+        )
+    ),
+    *(
+        (kernel, *call)
+        for kernel in ("grad_q", "grad_kv")
+        for call in (
+            ("bf16", 64, "causal", 1, LENGTH, LENGTH),
+            ("bf16", 64, "sliding", 4, LENGTH, LENGTH),
+            ("fp16", 80, "causal+17", 4, ODD, LENGTH),
+            ("bf16", 96, "full", 1, LENGTH, LENGTH),
+            ("bf16", 128, "causal", 4, LENGTH, LENGTH),
+            ("bf16", 128, "full", 1, LENGTH, LENGTH),
+            ("bf16", 128, "window", 4, LENGTH, LENGTH),
         )
     ),
 ]
@@ -144,11 +158,20 @@ PACKED_HOPPER = [
     ),
     *(
         (kernel, 64, *call)
-        for kernel in ("forward", *PASSES)
+        for kernel in ("forward", "grad_q", "grad_k", "grad_v")
         for call in (
             ("bf16", 192, "causal", 4, True),
             ("bf16", 256, "causal", 1, False),
             ("fp16", 256, "full", 1, False),
+        )
+    ),
+    *(
+        (kernel, 64, *call)
+        for kernel in ("grad_q", "grad_kv")
+        for call in (
+            ("bf16", 64, "causal", 1, False),
+            ("bf16", 96, "full", 1, False),
+            ("bf16", 128, "sliding", 4, True),
         )
     ),
 ]
@@ -169,6 +192,7 @@ SAMPLE = {
         {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal", "queries": "500"},
         {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal-one"},
         {"kernel": "grad_q", "dtype": "bf16", "d": "256", "mask": "causal"},
+        {"kernel": "grad_kv", "dtype": "bf16", "d": "128", "mask": "full"},
     ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
     "FP8": [{"arch": "sm_90", "kernel": kernel} for kernel in ("quantize", "swiglu_backward")],
@@ -286,7 +310,7 @@ def hopper_launches() -> Iterator[Launch]:
     for kernel, dtype, d, mask, group, len_q, len_k in HOPPER:
         q = torch.empty(2, 2 * group, len_q, d, dtype=DTYPES[dtype], device="meta")
         k = torch.empty(2, 2, len_k, d, dtype=DTYPES[dtype], device="meta")
-        problem = Problem(q, k, k, MASKS[mask])
+        problem = Problem(q, k, k, MASKS[mask], repeatable=kernel in PASSES)
         numbers = torch.empty(q.shape[:3], device="meta")
         tensors: tuple[Any, ...] = (q, k, k, q)
         pointers: tuple[Any, ...] = ()
@@ -296,7 +320,7 @@ def hopper_launches() -> Iterator[Launch]:
             plans = problem.plan_backward(q, k, k, q, q, q, k, k)
             tensors += backward_tensors(kernel, problem.scratch(q.device), q, k)
         if kernel in PASSES:
-            plan, pointers = plans.passes[PASSES.index(kernel)], (None,)
+            plan, pointers = plans.passes[PASSES[kernel]].plan, (None,)
         else:
             plan, pointers = plans.main, (*pointers, numbers if plans.split else None, None)
         row = _row("Hopper attention", "sm_90", kernel, dtype, d, mask, group, len_q, len_k)
@@ -312,7 +336,8 @@ def packed_hopper_launches() -> Iterator[Launch]:
             torch.empty(1, LENGTH, heads, d, dtype=DTYPES[dtype], device="meta").transpose(1, 2)
             for heads in (2 * group, 2)
         )
-        problem = PackedProblem(q, k, k, PackedMask(MASKS[mask], bottom_right), documents)
+        mask_of_documents = PackedMask(MASKS[mask], bottom_right)
+        problem = PackedProblem(q, k, k, mask_of_documents, documents, repeatable=kernel in PASSES)
         table = torch.empty(FIELDS * LENGTH, dtype=torch.int32, device="meta")
         if kernel == "forward":
             lse = torch.empty(q.shape[:3], device="meta")
@@ -320,7 +345,7 @@ def packed_hopper_launches() -> Iterator[Launch]:
         else:
             plans = problem.plan_backward(q, k, k, q, q, q, k, k)
             is_pass = kernel in PASSES
-            plan = plans.passes[PASSES.index(kernel)] if is_pass else plans.main
+            plan = plans.passes[PASSES[kernel]].plan if is_pass else plans.main
             pointers = (table,) if is_pass else (None, table)
             tensors = (q, k, k, q, *backward_tensors(kernel, problem.scratch(q.device), q, k))
         name = f"packed-{mask}" + "-end" * bottom_right + "-one" * (documents == 1)
@@ -331,7 +356,7 @@ def packed_hopper_launches() -> Iterator[Launch]:
 def backward_tensors(kernel: str, scratch: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
     """Return the tensors that a backward kernel takes beside q, k, v and the gradient of the output."""
     if kernel in PASSES:
-        return scratch, scratch, q if kernel == "grad_q" else k
+        return scratch, scratch, *((q, q) if kernel == "grad_q" else (k, k))
     return scratch, scratch, scratch, k, k
 
 

@@ -48,6 +48,7 @@ KERNELS = {
     "deterministic": {"impl": "flash_triton", "deterministic": True},
     "hopper": {"impl": "flash_hopper"},
     "hopper_large": {"impl": "flash_hopper"},
+    "hopper_repeatable": {"impl": "flash_hopper_repeatable"},
 }
 """Options of `attention`. With "hopper_large" forward runs in large programs, as it does with many keys."""
 
@@ -127,6 +128,8 @@ MATRIX = [
     *((case, FP16, "hopper") for case in TABLE[::3]),
     *((case, BF16, "hopper_large") for case in TABLE),
     *((case, FP16, "hopper_large") for case in TABLE[1::3]),
+    *((case, BF16, "hopper_repeatable") for case in TABLE),
+    *((case, FP16, "hopper_repeatable") for case in TABLE[2::3]),
 ]
 
 
@@ -359,6 +362,7 @@ REPEATED = [
     *((case, dtype, "deterministic") for case in (PLAIN, GROUPED, WINDOW) for dtype in (BF16, FP32)),
     (LARGE[1], BF16, "deterministic"),
     *((case, BF16, "hopper") for case in (PLAIN, GROUPED, LARGE[1], WIDE)),
+    *((case, BF16, "hopper_repeatable") for case in (PLAIN, GROUPED, WINDOW, LARGE[1], WIDE)),
 ]
 
 
@@ -366,7 +370,7 @@ REPEATED = [
 def test_bitwise_repeatable(case, dtype, kernels):
     """All but dq of the Hopper kernels for head dims up to 128, which is added up in no fixed order."""
     inputs = make_inputs(case, dtype, device="cuda", through_lse=True)
-    differs = {"dq"} if kernels.startswith("hopper") and case.d <= WIDEST_IN_ONE_PASS else set()
+    differs = {"dq"} if kernels == "hopper" and case.d <= WIDEST_IN_ONE_PASS else set()
     first = run(case, inputs, kernels)
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(50):
@@ -413,15 +417,16 @@ def operators(impl):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_auto_uses_the_fused_kernels_for_large_problems(dtype):
-    best = "flash_hopper" if torch.cuda.get_device_capability() == (9, 0) else "flash_triton"
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    best, repeatable = ("flash_hopper", "flash_hopper_repeatable") if on_hopper else ("flash_triton", "flash_triton")
     large = Case(1024, 1024, d=256, batch=2, heads=16, kv_heads=16)
-    calls = ((LARGE[2], False, best), (LARGE[2], True, "flash_triton"), (LARGE[0], False, "flash_triton"))
-    for case, deterministic, ours in (*calls, (PLAIN, False, None), (large, False, best), (large, True, best)):
+    calls = ((LARGE[2], False, best), (LARGE[2], True, repeatable), (LARGE[0], False, "flash_triton"))
+    for case, deterministic, ours in (*calls, (PLAIN, False, None), (large, False, best), (large, True, repeatable)):
         inputs = make_inputs(case, dtype, device="cuda")
         with Operators() as seen:
             out = attention(inputs.q.requires_grad_(), inputs.k, inputs.v, is_causal=True, deterministic=deterministic)
             out.backward(inputs.dout)
-        for impl in ("flash_hopper", "flash_triton"):
+        for impl in ("flash_hopper", "flash_hopper_repeatable", "flash_triton"):
             assert (set(operators(impl)) <= seen.calls.keys()) == (impl == ours)
 
 
@@ -437,14 +442,14 @@ def operator_calls(case, layout, through_lse, kernels):
     yield function, *tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
 
 
-@pytest.mark.parametrize("kernels", ["deterministic", "hopper"])
+@pytest.mark.parametrize("kernels", ["deterministic", "hopper", "hopper_repeatable"])
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "out+lse"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed", "transposed"])
 @pytest.mark.parametrize("case", [PLAIN, WINDOW, Case(17, 17, d=40), WIDE], ids=describe)
 def test_operators_pass_opcheck(case, layout, through_lse, kernels):
     """Schema, shapes and strides under fake tensors, autograd, and the same again through AOTAutograd."""
     # dq of the Hopper kernels is added up in no fixed order: two calls differ in its last bits.
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if kernels.startswith("hopper") else {}
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if kernels == "hopper" else {}
     for function, args, kwargs in operator_calls(case, layout, through_lse, kernels):
         torch.library.opcheck(function, args, kwargs, **tolerance)
 
@@ -489,7 +494,7 @@ def test_course_function(leading, is_causal, compiled):
     assert_right(differentiate(function, inputs), inputs, case)
 
 
-@pytest.mark.parametrize("kernels", ["deterministic", "hopper"])
+@pytest.mark.parametrize("kernels", ["deterministic", "hopper", "hopper_repeatable"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", [PLAIN, WINDOW], ids=describe)
 def test_compiled_in_one_graph(case, dynamic, kernels):
@@ -505,7 +510,7 @@ def test_compiled_in_one_graph(case, dynamic, kernels):
         resized = Case(**{**vars(case), "len_q": length, "len_k": length})
         inputs = make_inputs(resized, BF16, device="cuda", through_lse=True)
         found, eager = differentiate(compiled, inputs), differentiate(function, inputs)
-        repeatable = [name for name in eager if not (kernels.startswith("hopper") and name == "dq")]
+        repeatable = [name for name in eager if not (kernels == "hopper" and name == "dq")]
         assert all(torch.equal(found[name], eager[name]) for name in repeatable)
         assert_right(found, inputs, resized)
 

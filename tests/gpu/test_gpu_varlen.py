@@ -145,7 +145,7 @@ def differences(impl, family, seed):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("impl", ["flash_triton", "flash_hopper", "flash_hopper large"])
+@pytest.mark.parametrize("impl", ["flash_triton", "flash_hopper", "flash_hopper large", "flash_hopper_repeatable"])
 def test_random_packings(impl, name, monkeypatch):
     """With "large" forward runs in large programs, as it does with long documents."""
     family = FAMILIES[name]
@@ -155,10 +155,11 @@ def test_random_packings(impl, name, monkeypatch):
         monkeypatch.setattr(launch, "sees_few_keys", lambda *_: False)
     varlen._kernels.clear()
     varlen._resolved.clear()
-    if impl == "flash_hopper" and not covered(family):
+    on_hopper = impl.startswith("flash_hopper")
+    if on_hopper and not covered(family):
         pytest.skip("only the portable kernels take it")
     # The Hopper kernels refuse tensors without any row of keys; "auto" takes the portable ones for them.
-    seeds = [seed for seed in range(SEEDS) if impl != "flash_hopper" or problem(family, seed)[1].k.shape[0]]
+    seeds = [seed for seed in range(SEEDS) if not on_hopper or problem(family, seed)[1].k.shape[0]]
     assert len(seeds) > SEEDS - 3
     wrong = [line for seed in seeds for line in differences(impl, family, seed)]
     assert not wrong, f"{len(wrong)} wrong\n" + "\n".join(wrong[:10])
@@ -171,14 +172,14 @@ def test_other_implementations(impl):
         assert not wrong, "\n".join(wrong[:10])
 
 
-IMPLS = ["flash_triton", "flash_hopper"]
+IMPLS = ["flash_triton", "flash_hopper", "flash_hopper_repeatable"]
 
 
 by_head_dim = pytest.mark.parametrize("d", [64, 256])
 
 
 def skip_unless_hopper(impl):
-    if impl == "flash_hopper" and torch.cuda.get_device_capability() != (9, 0):
+    if impl.startswith("flash_hopper") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for compute capability 9.0")
 
 

@@ -235,7 +235,7 @@ def test_nothing_is_left_undone():
 # -- readability ------------------------------------------------------------------------------------------------------
 
 DEVICE_CODE = re.compile(
-    r"kernels\.(flash\.(flash_triton|hopper_forward|hopper_backward|hopper_wide)|fused\.(pointwise|fp8)_triton)"
+    r"kernels\.(flash\.(flash_triton|hopper_forward|hopper_backward|hopper_passes)|fused\.(pointwise|fp8)_triton)"
 )
 MAX_LINES, MAX_PARAMETERS = 60, 12
 

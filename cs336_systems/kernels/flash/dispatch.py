@@ -26,7 +26,7 @@ from cs336_systems.kernels.flash.operators import KernelsFor, autocast_dtype, fu
 from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND
-from cs336_systems.predict.attention_programs import WIDEST_IN_ONE_PASS, suits_hopper
+from cs336_systems.predict.attention_programs import repeatable_suits_hopper, suits_hopper
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,10 +105,10 @@ def attention(
     - `scale` defaults to 1 / sqrt(d).
     - `impl`: "reference" computes the whole score matrix; "flash_torch" is tiled, in plain PyTorch; "flash_triton" uses
       Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" kernels for GPUs of
-      9.0 alone (fp16, bf16, d of 40, 48, ... 256); "sdpa" is torch's own; "auto" is the fastest for the device, dtype
-      and shape.
-    - `deterministic`: gradients are bitwise equal in every run. Those of "sdpa" and, up to a head dim of
-      128, "flash_hopper" are not.
+      9.0 alone (fp16, bf16, d of 40, 48, ... 256); "flash_hopper_repeatable" is "flash_hopper" with
+      `deterministic=True`; "sdpa" is torch's own; "auto" is the fastest for the device, dtype and shape.
+    - `deterministic`: gradients are bitwise equal in every run. Without it those of "sdpa" and, up to a head dim of
+      128, of "flash_hopper" are not.
     - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q) or, of packed documents,
       (heads, tokens), differentiable.
 
@@ -151,6 +151,8 @@ def _resolve_call(
     scale = checked_scale(q, scale)
     if impl == "auto":
         impl = choose(q, k, band, deterministic, return_lse)
+    elif impl == "flash_hopper":
+        impl = hopper_kernels(deterministic)
     elif impl not in IMPLEMENTATIONS:
         choices = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {choices}")
@@ -184,11 +186,18 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)
         if problem is None:
-            is_large = suits_hopper(q.numel() * band.most_keys(k.shape[2]), q.shape[3])
-            on_hopper = is_large and hopper_problem(q, k, band, dtype, deterministic) is None
-            return "flash_hopper" if on_hopper else "flash_triton"
+            suits = suits_hopper(q.numel() * band.most_keys(k.shape[2]), q.shape[3])
+            if deterministic:
+                suits = suits and repeatable_suits_hopper(q.shape[3], band.lo is not None)
+            on_hopper = suits and hopper_problem(q, k, dtype) is None
+            return hopper_kernels(deterministic) if on_hopper else "flash_triton"
         warn(f"attention: {problem}; using torch's own kernels instead")
     return "sdpa" if sdpa_can else "flash_torch"
+
+
+def hopper_kernels(deterministic: bool) -> str:
+    """Return the name of the Hopper kernels for a call."""
+    return "flash_hopper_repeatable" if deterministic else "flash_hopper"
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -259,18 +268,18 @@ def _flash_triton_problem(request: Request) -> str | None:
 
 
 def _flash_hopper_problem(request: Request) -> str | None:
-    q, k, band, deterministic, _ = request
+    q, k, *_ = request
     if not is_plain(q):
         return None
-    problem = triton_problem(q.device) or hopper_problem(q, k, band, autocast_dtype(q) or q.dtype, deterministic)
+    problem = triton_problem(q.device) or hopper_problem(q, k, autocast_dtype(q) or q.dtype)
     return problem and f"{problem}; use impl='auto'"
 
 
-def _from_module(name: str) -> KernelsFor:
+def _from_module(name: str, **options: Any) -> KernelsFor:
     """Return the `Problem` of a module that imports Triton; the module is imported on first use."""
 
     def kernels(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
-        return importlib.import_module(f"cs336_systems.kernels.flash.{name}").Problem(q, k, v, band)
+        return importlib.import_module(f"cs336_systems.kernels.flash.{name}").Problem(q, k, v, band, **options)
 
     return kernels
 
@@ -293,6 +302,9 @@ IMPLEMENTATIONS = {
     "flash_torch": Implementation.fused("flash_torch", lambda *_: flash_torch),
     "flash_triton": Implementation.fused("flash_triton", _from_module("portable_launch"), _flash_triton_problem),
     "flash_hopper": Implementation.fused("flash_hopper", _from_module("hopper_launch"), _flash_hopper_problem),
+    "flash_hopper_repeatable": Implementation.fused(
+        "flash_hopper_repeatable", _from_module("hopper_launch", repeatable=True), _flash_hopper_problem
+    ),
     "sdpa": Implementation(_build_sdpa, _sdpa_problem),
 }
 """All implementations; "auto" chooses one of them. `config.ATTENTIONS` lists the names for flags, without torch."""
@@ -305,14 +317,12 @@ for _implementation_name, _implementation in IMPLEMENTATIONS.items():
 # -- where the kernels run --------------------------------------------------------------------------------------------
 
 
-def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype, deterministic: bool) -> str | None:
+def hopper_problem(q: Tensor, k: Tensor, dtype: torch.dtype) -> str | None:
     """Return why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
     if dtype not in HOPPER_DTYPES:
         return f"it takes fp16 or bf16, got {_name(dtype)}"
     if not is_hopper_head_dim(q.shape[3]):
         return f"it takes head dims from 40 to 256 in steps of 8, got {q.shape[3]}"
-    if deterministic and q.shape[3] <= WIDEST_IN_ONE_PASS:
-        return f"it adds up dq in no fixed order for head dims up to {WIDEST_IN_ONE_PASS}, got {q.shape[3]}"
     queries = q.shape[0] * q.shape[1] * (-(-q.shape[2] // HOPPER_PADDING) * HOPPER_PADDING)
     if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
         return (

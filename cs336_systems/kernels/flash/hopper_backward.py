@@ -529,7 +529,7 @@ def _step(
     if FIRST:
         dv_token = start_products(b_p16, s_do, b_dv)
         dk_token = start_products(b_ds16, s_q, b_dk)
-        b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
+        b_dv, b_dk = waited_both(dv_token, dk_token, b_p16, b_ds16)
         s_ds.store(gl.permute(b_ds, (1, 0)))
     else:
         # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
@@ -543,7 +543,7 @@ def _step(
         dk_token = start_products(b_ds16, s_q, b_dk)
         b_dq = warpgroup_mma_wait(2 * len(b_dk), deps=[dq_token])
         _store_dq(b_dq, t - 1, buffers.s_dq, barriers.dq_free, W)
-        b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
+        b_dv, b_dk = waited_both(dv_token, dk_token, b_p16, b_ds16)
     fence_async_shared()
     # Also that the queries were read for the last time: the store above lies between their matmuls and this.
     mbarrier.arrive(barriers.done.index(slot))
@@ -551,7 +551,7 @@ def _step(
 
 
 @gluon.jit
-def _waited(dv_tokens, dk_tokens, b_p16, b_ds16):
+def waited_both(dv_tokens, dk_tokens, b_p16, b_ds16):
     """Return dV and dK after their matmuls have read P and dS."""
     if len(dv_tokens) == 1:
         b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_tokens[0], dk_tokens[0], b_p16, b_ds16])

@@ -1,4 +1,4 @@
-"""Launches the kernels of hopper_forward.py, hopper_backward.py and hopper_wide.py.
+"""Launches the kernels of hopper_forward.py, hopper_backward.py and hopper_passes.py.
 
 They take 16-bit tensors, causal masks and windows of any alignment, grouped heads, any lengths, and head dims up to 256
 that the copy engine can move, padded to 64, 128 or 256 with zeros. `dispatch.hopper_problem` checks a call for this;
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.flash import hopper_backward, hopper_forward, hopper_wide
+from cs336_systems.kernels.flash import hopper_backward, hopper_forward, hopper_passes
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
@@ -113,12 +113,14 @@ def forward_shape(block_d: int, keys: int, is_causal: bool, has_window: bool) ->
 class Problem:
     """Plans for attention of tensors with given shapes, strides and alignment.
 
-    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d).
+    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d). `repeatable`: gradients are bitwise equal in every
+    run, at any head dim.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band, repeatable: bool = False):
         (self.batch, self.heads, self.len_q, self.d), (_, self.kv_heads, self.len_k, _) = q.shape, k.shape
         self.block_d = padded_head_dim(self.d)
+        self.in_passes = repeatable or self.block_d > WIDEST_IN_ONE_PASS
         self.d_used = next((used for used in D_USED if self.d <= used < self.block_d), self.block_d)
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
@@ -167,7 +169,12 @@ class Problem:
 
     def scratch(self, device: torch.device) -> Tensor:
         """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ, if it is summed up."""
-        return torch.empty(self.all_queries * (2 + sums_of(self.block_d)), dtype=torch.float32, device=device)
+        return torch.empty(self.all_queries * (2 + self.sums), dtype=torch.float32, device=device)
+
+    @property
+    def sums(self) -> int:
+        """Number of fp32 values in which scratch memory sums up the dQ of a query."""
+        return 0 if self.in_passes else self.block_d
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """Return the plans for (q, k, v, out)."""
@@ -212,10 +219,11 @@ class Problem:
         scratch = self.scratch(meta)
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare = self._plan_prepare(out, grad)
-        if sums_of(d) == 0:
-            tensors = (q, k, v, own, lse, lse)
-            passes = [self._plan_pass(tensors, of, into) for of, into in zip(GRADIENTS, (dq, dk, dv), strict=True)]
-            return WideBackward(prepare, passes, copies_grad)
+        if self.in_passes:
+            passes = [
+                Pass(self._plan_pass((q, k, v, own, lse, lse), each, (dq, dk, dv)), each) for each in passes_of(d)
+            ]
+            return BackwardInPasses(prepare, passes, copies_grad)
         queries = QUERIES[d]
         even = self.len_k % KEYS == 0
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
@@ -261,27 +269,27 @@ class Problem:
         sizes = (self.heads, self.len_q, self.d, self.padded // PREPARED, self.all_queries)
         return Plan(
             hopper_backward.prepare_kernel, self.all_queries // PREPARED, self.device, (), None,
-            before=(out.stride(), grad.stride(), *sizes), after=(self.block_d, PREPARED, sums_of(self.block_d) > 0),
+            before=(out.stride(), grad.stride(), *sizes), after=(self.block_d, PREPARED, self.sums > 0),
             options={"num_warps": 4},
         )  # fmt: skip
 
-    def _plan_pass(self, tensors: Sequence[Tensor], gradient: Any, into: Tensor) -> Plan:
-        """Return the plan of one gradient of wide heads. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> Plan:
+        """Return the plan of one pass. `tensors`: q, k, v, the gradient of the output, lse, delta."""
         d, tile = self.block_d, (1, 1, ROWS, self.block_d)
-        of_q = gradient is hopper_wide.OF_Q
+        of_q = of.has_rows_of_queries
         heads, rows, seen = (
             (self.heads, self.len_q, self.len_k) if of_q else (self.kv_heads, self.len_k, self.len_q * self.group)
         )
         blocks = triton.cdiv(rows, KEYS)
         return self._plan(
-            hopper_wide.gradient_kernel,
+            hopper_passes.gradient_kernel,
             blocks * self.batch * heads,
-            (*tensors, into),
-            [tile] * 4 + [(ROWS,)] * 2 + [tile],
+            (*tensors, *(gradients[i] for i in of.results)),
+            [tile] * 4 + [(ROWS,)] * 2 + [tile] * 2,
             before=(self.heads, self.len_q, self.len_k, self.padded, self.lo, self.hi),
             after=(
                 *(blocks, self._order("forward", blocks, heads, L2_SHARE["forward"] // (4 * d * seen))),
-                *(gradient, self.causal, d, self.d_used, self.group),
+                *(of.constant, self.causal, d, self.d_used, self.group),
             ),
             starts={4: 0, 5: self.all_queries},
         )
@@ -356,8 +364,8 @@ class PackedProblem:
     of several lengths end at several times anyway.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, documents: int):
-        self._own = Problem(q, k, v, mask.band)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, documents: int, repeatable: bool = False):
+        self._own = Problem(q, k, v, mask.band, repeatable)
         self._results = layout.Results(q, k, v)
         self._mask = mask
         self._documents = documents
@@ -399,7 +407,7 @@ class PackedProblem:
         if plans is None:
             plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
         in_order = self._table(packing, IN_ORDER)
-        by_queries = self._table(packing, self._wide_blocks) if sums_of(self._own.block_d) == 0 else None
+        by_queries = self._table(packing, self._wide_blocks) if self._own.in_passes else None
         tables = Tables(in_order, by_queries, self._table(packing, self._key_blocks))
         copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
         own = grad if copy is None else copy
@@ -410,7 +418,7 @@ class PackedProblem:
 
     def scratch(self, device: torch.device) -> Tensor:
         """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ, if it is summed up."""
-        return torch.empty(self._all_queries * (2 + sums_of(self._own.block_d)), dtype=torch.float32, device=device)
+        return torch.empty(self._all_queries * (2 + self._own.sums), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """Return the plan for (q, k, v, out)."""
@@ -445,12 +453,13 @@ class PackedProblem:
         prepare = Plan(
             hopper_backward.prepare_kernel, count // PREPARED, own.device, (), None,
             before=(out.stride(), grad.stride(), *sizes, self._padded // PREPARED, count),
-            after=(d, PREPARED, sums_of(d) > 0), options={"num_warps": 4},
+            after=(d, PREPARED, own.sums > 0), options={"num_warps": 4},
         )  # fmt: skip
-        if sums_of(d) == 0:
-            tensors = (q, k, v, own_grad, lse, lse)
-            passes = [self._plan_pass(tensors, of, into) for of, into in zip(GRADIENTS, (dq, dk, dv), strict=True)]
-            return WideBackward(prepare, passes, copies_grad)
+        if own.in_passes:
+            passes = [
+                Pass(self._plan_pass((q, k, v, own_grad, lse, lse), each, (dq, dk, dv)), each) for each in passes_of(d)
+            ]
+            return BackwardInPasses(prepare, passes, copies_grad)
         queries, blocks = QUERIES[d], most_blocks(KEYS, self._own.len_k, self._documents)
         programs = blocks * own.kv_heads
         fit = L2_SHARE["backward"] // (8 * d * own.len_q * own.group)
@@ -478,21 +487,21 @@ class PackedProblem:
         )  # fmt: skip
         return Backward(prepare, main, finish, copies_grad)
 
-    def _plan_pass(self, tensors: Sequence[Tensor], gradient: Any, into: Tensor) -> Plan:
-        """Return the plan of one gradient of wide heads. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> Plan:
+        """Return the plan of one pass. `tensors`: q, k, v, the gradient of the output, lse, delta."""
         own, d = self._own, self._own.block_d
-        of_q = gradient is hopper_wide.OF_Q
+        of_q = of.has_rows_of_queries
         heads, rows, seen = (own.heads, own.len_q, own.len_k) if of_q else (own.kv_heads, own.len_k, own.len_q)
         blocks = most_blocks(KEYS, rows, self._documents)
         fit = L2_SHARE["forward"] // (4 * d * seen * (1 if of_q else own.group))
         schedule = self._order(blocks, rows // KEYS, heads, fit)
         return self._plan(
-            hopper_wide.gradient_kernel,
+            hopper_passes.gradient_kernel,
             blocks * heads,
-            (*tensors, into),
-            [(ROWS, d)] * 4 + [(ROWS,)] * 2 + [(ROWS, d)],
+            (*tensors, *(gradients[i] for i in of.results)),
+            [(ROWS, d)] * 4 + [(ROWS,)] * 2 + [(ROWS, d)] * 2,
             before=(own.heads, UNUSED, UNUSED, self._padded, self._lo, self._hi),
-            after=(blocks, schedule, gradient, self._causal, d, own.d_used, own.group),
+            after=(blocks, schedule, of.constant, self._causal, d, own.d_used, own.group),
             starts={4: 0, 5: self._all_queries},
         )
 
@@ -637,31 +646,52 @@ class Backward:
             self.split.combine((dk, dv), (partial,))
 
 
-GRADIENTS = (hopper_wide.OF_Q, hopper_wide.OF_K, hopper_wide.OF_V)
+class PassOf(NamedTuple):
+    """A pass of `gradient_kernel`: its constant and the gradients that it writes."""
+
+    constant: Any
+    results: tuple[int, int]
+    """Which of (dq, dk, dv) it writes; a pass of one gradient names it twice, since the kernel takes two tensors."""
+
+    @property
+    def has_rows_of_queries(self) -> bool:
+        return self.constant is hopper_passes.OF_Q
+
+
+ALL_PASSES = {
+    "grad_q": PassOf(hopper_passes.OF_Q, (0, 0)),
+    "grad_k": PassOf(hopper_passes.OF_K, (1, 1)),
+    "grad_v": PassOf(hopper_passes.OF_V, (2, 2)),
+    "grad_kv": PassOf(hopper_passes.OF_KV, (1, 2)),
+}
+
+
+def passes_of(block_d: int) -> list[PassOf]:
+    """Return the passes of a padded head dim: beyond 128 registers do not hold dK and dV together."""
+    names = ("grad_q", "grad_k", "grad_v") if block_d > WIDEST_IN_ONE_PASS else ("grad_q", "grad_kv")
+    return [ALL_PASSES[name] for name in names]
+
+
+class Pass(NamedTuple):
+    plan: Plan
+    of: PassOf
 
 
 @dataclass
-class WideBackward:
-    """A pass for each gradient, for head dims above 128."""
+class BackwardInPasses:
+    """Gradients of queries, keys and values in two or three passes."""
 
     prepare: Plan
-    passes: Sequence[Plan]
-    """Those of the gradients of q, k and v."""
+    passes: Sequence[Pass]
     copies_grad: bool
 
     def run(
         self, inputs: Sequence[Tensor], scratch: Tensor, gradients: Sequence[Tensor], tables: Tables, scale: float
     ) -> None:
         """Launch what follows `prepare`. `inputs`: q, k, v and the output's gradient."""
-        blocks = (tables.by_queries, tables.by_keys, tables.by_keys)
-        for launch, into, table in zip(self.passes, gradients, blocks, strict=True):
-            launch((*inputs, scratch, scratch, into), (table,), scale)
+        for plan, of in self.passes:
+            table = tables.by_queries if of.has_rows_of_queries else tables.by_keys
+            plan((*inputs, scratch, scratch, *(gradients[i] for i in of.results)), (table,), scale)
 
 
-AnyBackward = Backward | WideBackward
-
-
-def sums_of(block_d: int) -> int:
-    """Return the number of fp32 values in which scratch memory sums up the dQ of a query: none with a pass for each
-    gradient."""
-    return block_d if block_d <= WIDEST_IN_ONE_PASS else 0
+AnyBackward = Backward | BackwardInPasses

@@ -96,6 +96,8 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options
     impl = options.impl
     if impl == "auto":
         impl = choose(q4, k4, mask, packing.documents, options.deterministic)
+    elif impl == "flash_hopper":
+        impl = dispatch.hopper_kernels(options.deterministic)
     request = dispatch.Request(q4, k4, mask.band, options.deterministic, options.return_lse)
     problem = _problem(impl, request, packing.documents)
     if problem is not None:
@@ -129,10 +131,10 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
             length, keys = q.shape[2] / max(documents, 1), mask.band.most_keys(q.shape[2])
             on_hopper = (
                 packing_suits_hopper(q.numel(), length, keys, q.shape[3])
-                and dispatch.hopper_problem(q, k, mask.band, dtype, deterministic) is None
+                and dispatch.hopper_problem(q, k, dtype) is None
                 and _fits_hopper(q, documents)
             )
-            return "flash_hopper" if on_hopper else "flash_triton"
+            return dispatch.hopper_kernels(deterministic) if on_hopper else "flash_triton"
         dispatch.warn(f"attention: {problem}; using plain PyTorch instead")
     return "flash_torch"
 
@@ -150,7 +152,7 @@ def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | No
         return f"there is no such attention implementation; choose one of: {choices}"
     if impl != "reference" and impl not in KERNELS:
         return "it takes no packed documents; use impl='auto', or call it for each document"
-    if impl == "flash_hopper" and not _fits_hopper(request.q, documents):
+    if impl.startswith("flash_hopper") and not _fits_hopper(request.q, documents):
         padding = dispatch.HOPPER_PADDING
         return f"it pads each of {documents} documents to a multiple of {padding} queries; use impl='auto'"
     return dispatch.IMPLEMENTATIONS[impl].problem(request)
@@ -280,11 +282,11 @@ class _Torch:
     backward = staticmethod(flash_torch.backward_packed)
 
 
-def _from_module(name: str) -> Callable[..., FourDimensional]:
+def _from_module(name: str, **options: Any) -> Callable[..., FourDimensional]:
     """Return the `PackedProblem` of a module that imports Triton; the module is imported on first use."""
 
     def kernels(*arguments: Any) -> FourDimensional:
-        return importlib.import_module(f"cs336_systems.kernels.flash.{name}").PackedProblem(*arguments)
+        return importlib.import_module(f"cs336_systems.kernels.flash.{name}").PackedProblem(*arguments, **options)
 
     return kernels
 
@@ -293,6 +295,7 @@ KERNELS: dict[str, Callable[..., FourDimensional]] = {
     "flash_torch": lambda *_: _Torch(),
     "flash_triton": _from_module("portable_launch"),
     "flash_hopper": _from_module("hopper_launch"),
+    "flash_hopper_repeatable": _from_module("hopper_launch", repeatable=True),
 }
 """Fused implementation -> its kernels for (q, k, v, mask, documents)."""
 

@@ -40,8 +40,8 @@ def _execute(source: str, module: ModuleType) -> None:
 
 
 def answer(
-    seed: int = 0, small_programs: bool = True, multiprocessors: int = 132, fault: list[str] | None = None,
-    **request: Any,
+    impl: str = "flash_hopper", seed: int = 0, small_programs: bool = True, multiprocessors: int = 132,
+    fault: list[str] | None = None, **request: Any,
 ) -> list[str]:  # fmt: skip
     """`seed`: of the inputs, and of the order in which things happen; `small_programs`: those for short sequences are
     allowed; `fault`: arguments of `changed`."""
@@ -54,7 +54,7 @@ def answer(
             stack.enter_context(mock.patch.object(hopper_launch, "sees_few_keys", return_value=False))
         if fault is not None:
             stack.enter_context(changed(*fault))
-        return run("flash_hopper", seed=seed, **request)
+        return run(impl, seed=seed, **request)
 
 
 if __name__ == "__main__":

@@ -44,15 +44,14 @@ def on_a_gpu(*shape):
     return q
 
 
-def problem(band=CAUSAL, dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, deterministic=False, heads=16):
+def problem(dtype=torch.bfloat16, len_q=2048, len_k=2048, d=64, heads=16):
     q, k = (torch.empty(4, heads, length, d, dtype=dtype, device="meta") for length in (len_q, len_k))
-    return module.hopper_problem(q, k, band, dtype, deterministic)
+    return module.hopper_problem(q, k, dtype)
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 80, 96, 128, 136, 192, 256])
-@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(None, -3), Band(-5, 0)], ids=str)
-def test_supported_calls(on_a_hopper_gpu, band, d):
-    assert problem(band, d=d) is None
+def test_supported_calls(on_a_hopper_gpu, d):
+    assert problem(d=d) is None
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,6 @@ def test_supported_calls(on_a_hopper_gpu, band, d):
         ({"d": 68}, "68"),
         ({"d": 132}, "132"),
         ({"d": 264}, "264"),
-        ({"deterministic": True}, "no fixed order"),
-        ({"deterministic": True, "d": 128}, "no fixed order"),
         ({"len_q": 0}, "queries"),
         ({"len_q": 1, "heads": 1 << 21}, "multiple of 128"),
         ({"len_k": 0}, "key"),
@@ -97,16 +94,42 @@ def test_cpu_tensors_are_refused():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("d", "name"), [(128, "flash_triton"), (136, "flash_hopper"), (256, "flash_hopper")])
-def test_deterministic_calls_of_wide_heads_use_the_hopper_kernels(on_a_hopper_gpu, d, name):
-    q = on_a_gpu(4, 16, 4096, d)
-    assert module.choose(q, q, CAUSAL, deterministic=True) == name
-    assert module.choose(q, q, CAUSAL) == "flash_hopper"
+@pytest.mark.parametrize(
+    ("d", "band", "name"),
+    [
+        *((64, CAUSAL, "flash_triton"), (64, Band(), "flash_triton"), (64, Band(-1024, 0), "flash_hopper_repeatable")),
+        *((72, CAUSAL, "flash_hopper_repeatable"), (256, CAUSAL, "flash_hopper_repeatable")),
+    ],
+)
+def test_deterministic_calls_use_the_repeatable_kernels_that_are_faster(on_a_hopper_gpu, d, band, name):
+    q = on_a_gpu(4, 16, 16384, d)
+    assert module.choose(q, q, band, deterministic=True) == name
+    assert module.choose(q, q, band) == "flash_hopper"
 
 
-def test_deterministic_calls_are_refused(on_a_hopper_gpu):
-    with pytest.raises(ValueError, match=r"flash_hopper.*no fixed order.*auto"):
-        attention(*torch.zeros(3, 1, 2, 5, 64, dtype=torch.bfloat16), impl="flash_hopper", deterministic=True)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("deterministic", "name"), [(False, "flash_hopper"), (True, "flash_hopper_repeatable")])
+def test_the_hopper_kernels_with_and_without_deterministic(on_a_hopper_gpu, monkeypatch, deterministic, name, packed):
+    from cs336_systems.kernels.flash import varlen
+
+    asked = []
+    monkeypatch.setattr(module, "fused", lambda name, *_: asked.append(name) or (lambda q, k, v: q))
+    monkeypatch.setitem(
+        module.IMPLEMENTATIONS,
+        name,
+        module.IMPLEMENTATIONS[name]._replace(build=lambda *_: lambda *_: asked.append(name)),
+    )
+    monkeypatch.setattr(
+        varlen, "kernels_for", lambda name, *_: asked.append(name) or mock.Mock(forward=lambda q, *_: (q, q))
+    )
+    q = torch.zeros(100, 2, 64, dtype=torch.bfloat16)
+    if packed:
+        offsets = {"cu_seqlens_q": torch.tensor([0, 60, 100], dtype=torch.int32)}
+        attention(q, q, q, **offsets, impl="flash_hopper", deterministic=deterministic)
+    else:
+        q = q.transpose(0, 1)[None]
+        attention(q, q, q, impl="flash_hopper", deterministic=deterministic)
+    assert asked == [name]
 
 
 class TracedError(Exception):
@@ -271,22 +294,41 @@ def test_the_heads_of_a_group_are_divided_among_programs(batch, kv_heads, group,
     assert sorted(visited) == sorted(list(range(group)) * units)
 
 
-# -- head dims above 128 -----------------------------------------------------------------------------------------------
+# -- backward in passes: head dims above 128, and repeatable gradients -------------------------------------------------
 
 
 @needs_gluon
 @pytest.mark.parametrize(("d", "columns"), [(136, 192), (192, 192), (200, 256), (256, 256)])
 def test_each_gradient_of_wide_heads_has_a_pass(d, columns):
     """Programs own 128 queries or keys, and scratch memory has no sums of dQ."""
-    from cs336_systems.kernels.flash.hopper_launch import Problem, WideBackward
+    from cs336_systems.kernels.flash.hopper_launch import BackwardInPasses, Problem
 
     q = torch.empty(2, 6, 1000, d, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 2, 700, d, dtype=torch.bfloat16, device="meta")
     problem = Problem(q, k, k, CAUSAL)
     plans = problem.plan_backward(q, k, k, q, q, q, k, k)
-    assert isinstance(plans, WideBackward)
-    assert [each.programs for each in plans.passes] == [2 * 6 * 8, 2 * 2 * 6, 2 * 2 * 6]
-    assert all(each.after[-3:] == (256, columns, 3) for each in plans.passes)
+    assert isinstance(plans, BackwardInPasses)
+    assert [each.plan.programs for each in plans.passes] == [2 * 6 * 8, 2 * 2 * 6, 2 * 2 * 6]
+    assert all(each.plan.after[-3:] == (256, columns, 3) for each in plans.passes)
+    assert problem.scratch(q.device).numel() == 2 * (2 * 6 * 1024)
+
+
+@needs_gluon
+@pytest.mark.parametrize(("d", "padded", "columns"), [(64, 64, 64), (72, 128, 80), (128, 128, 128)])
+def test_repeatable_gradients_of_keys_and_values_share_a_pass(d, padded, columns):
+    """Up to 128; scratch memory has no sums of dQ."""
+    from cs336_systems.kernels.flash.hopper_launch import BackwardInPasses, Problem
+
+    q = torch.empty(2, 6, 1000, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 700, d, dtype=torch.bfloat16, device="meta")
+    problem = Problem(q, k, k, CAUSAL, repeatable=True)
+    plans = problem.plan_backward(q, k, k, q, q, q, k, k)
+    assert isinstance(plans, BackwardInPasses)
+    assert [(each.plan.programs, each.of.results) for each in plans.passes] == [
+        (2 * 6 * 8, (0, 0)),
+        (2 * 2 * 6, (1, 2)),
+    ]
+    assert all(each.plan.after[-3:] == (padded, columns, 3) for each in plans.passes)
     assert problem.scratch(q.device).numel() == 2 * (2 * 6 * 1024)
 
 
@@ -310,7 +352,7 @@ def test_packed_documents_of_wide_heads_have_programs_for_every_block():
     problem = PackedProblem(q, k, k, PackedMask(CAUSAL, False), 20)
     passes = problem.plan_backward(q, k, k, q, q, q, k, k).passes
     blocks = most_blocks(128, 5000, 20)
-    assert [each.programs for each in passes] == [6 * blocks, 2 * blocks, 2 * blocks]
+    assert [each.plan.programs for each in passes] == [6 * blocks, 2 * blocks, 2 * blocks]
 
 
 @needs_gluon
@@ -350,8 +392,8 @@ def test_long_documents_use_the_hopper_kernels(on_a_hopper_gpu, tokens, document
     from cs336_systems.kernels.flash.packing import PackedMask
 
     for d, deterministic in ((64, False), (64, True), (128, False), (136, True), (256, False)):
-        on_hopper = name == "both" and not deterministic if d <= 128 else name != "neither"
-        chosen = "flash_hopper" if on_hopper else "flash_triton"
+        on_hopper = name == "both" if d <= 128 else name != "neither"
+        chosen = module.hopper_kernels(deterministic) if on_hopper else "flash_triton"
         q = on_a_gpu(1, 16, tokens, d)
         assert varlen.choose(q, q, PackedMask(band, False), documents, deterministic) == chosen
 
@@ -384,7 +426,7 @@ def test_sections_of_packed_documents_fill_the_gpu_several_times(tokens, heads, 
     for d in (128, 256):
         q = torch.empty(1, heads, tokens, d, dtype=torch.bfloat16, device="meta")
         plans = PackedProblem(q, q, q, PackedMask(CAUSAL, False), 100).plan_backward(q, q, q, q, q, q, q, q)
-        for plan in [plans.main] if d == 128 else plans.passes:
+        for plan in [plans.main] if d == 128 else [each.plan for each in plans.passes]:
             schedule = next(x for x in plan.after if isinstance(x, Schedule))
             assert schedule.section == section
 

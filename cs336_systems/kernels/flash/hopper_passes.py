@@ -1,14 +1,16 @@
-"""Attention backward for Hopper GPUs and head dims above 128, in Gluon. How it works: docs/ATTENTION.md.
+"""Attention backward for Hopper GPUs in several passes, in Gluon. How it works: docs/ATTENTION.md.
 
-hopper_backward.py computes all gradients in one pass. With 256 columns, dK and dV of 128 keys alone would fill the
-registers of a multiprocessor. So each gradient has a pass of its own, which recomputes the scores:
+hopper_backward.py computes all gradients in one pass, and adds up dQ in an order that differs from run to run. Here
+each gradient has a pass of its own, which recomputes the scores:
 
     dV: rows are keys, queries are visited.    S = K Q^T    P = exp2(S - lse)    dV += P dO
     dK: rows are keys, queries are visited.    S = K Q^T    dP = V dO^T    dS = P (dP - delta)    dK += dS Q
     dQ: rows are queries, keys are visited.    S = Q K^T    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
 
 That is 8 matmuls in place of 5. All have operands that TMA has loaded, nothing is exchanged between warpgroups, and all
-three gradients are bitwise repeatable.
+three gradients are bitwise repeatable. Head dims above 128 always take these passes: with 256 columns, dK and dV of 128
+keys alone would fill the registers of a multiprocessor. Others take them for repeatable gradients, with dK and dV in
+one pass: 7 matmuls.
 
 A program owns 128 rows, 64 for each of two consumer warpgroups, and visits tiles of 64 queries or keys. The producer
 loads them into a ring. The consumers run in ping-pong order, as in hopper_backward.py. Masks are applied to the first
@@ -16,15 +18,15 @@ and last tiles, which they may cut; the tiles between have a loop without masks.
 hopper_forward.py.
 
 Names: s_a1, s_a2 operands of the program's rows (K and V, or Q and dO); s_b1, s_b2 those of a tile (Q and dO, or K and
-V); others as in hopper_forward.py. Shapes: ROWS = 64 rows of a warpgroup and of a tile, D head dim padded to 256, W
-warpgroup.
+V); others as in hopper_forward.py. Shapes: ROWS = 64 rows of a warpgroup and of a tile, D head dim padded to 64, 128 or
+256, W warpgroup.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from cs336_systems.kernels.flash.hopper_backward import in_order, of_queries, scaled
+from cs336_systems.kernels.flash.hopper_backward import in_order, of_queries, scaled, waited_both
 from cs336_systems.kernels.flash.hopper_forward import (
     LOG2E,
     ROWS,
@@ -54,8 +56,8 @@ from cs336_systems.kernels.flash.packing_triton import (
 )
 from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps
 
-OF_V, OF_K, OF_Q = (gl.constexpr(i) for i in range(3))
-"""Which gradient a pass computes."""
+OF_V, OF_K, OF_Q, OF_KV = (gl.constexpr(i) for i in range(4))
+"""Which gradient a pass computes; OF_KV: those of keys and of values, for head dims up to 128."""
 WARPGROUPS = gl.constexpr(2)
 BLOCK = gl.constexpr(128)
 """Rows of a program."""
@@ -68,12 +70,12 @@ class Config:
     """Compile-time constants of a pass."""
 
     GRADIENT: gl.constexpr
-    """OF_V, OF_K or OF_Q."""
+    """OF_V, OF_K, OF_Q or OF_KV."""
     D: gl.constexpr
     D_USED: gl.constexpr
     """Columns that matmuls compute; the others of D are zero padding."""
     STAGES_2: gl.constexpr
-    """Buffers of s_b2: dV has no s_a2, whose memory holds a second one."""
+    """Buffers of s_b2: with 256 columns, only dV has memory for a second one, where the others have s_a2."""
     BELOW: gl.constexpr
     """True if the mask hides columns to the left of a row."""
     ABOVE: gl.constexpr
@@ -156,17 +158,18 @@ class Barriers:
 
 @gluon.jit(do_not_specialize=["schedule"])
 def gradient_kernel(
-    desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_out, p_table,
+    desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_out, desc_dv, p_table,
     heads, len_q, len_k, padded, lo, hi, scale, blocks, schedule,
     GRADIENT: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of BLOCK queries, or of BLOCK keys or values from the GROUP query heads of their KV head.
-    `heads`: query heads; `padded`: queries of a head in scratch memory."""
+    `desc_dv`: for OF_KV the gradient of the values, and `desc_out` that of the keys; not used otherwise. `heads`: query
+    heads; `padded`: queries of a head in scratch memory."""
     WINDOW: gl.constexpr = lo is not None
     PACKED: gl.constexpr = p_table is not None
     QUERIES: gl.constexpr = GRADIENT == OF_Q
     config = Config(
-        GRADIENT=GRADIENT, D=D, D_USED=D_USED, STAGES_2=2 if GRADIENT == OF_V else 1,
+        GRADIENT=GRADIENT, D=D, D_USED=D_USED, STAGES_2=2 if GRADIENT == OF_V or D < 256 else 1,
         BELOW=WINDOW if QUERIES else CAUSAL, ABOVE=CAUSAL if QUERIES else WINDOW, HEADS=1 if QUERIES else GROUP,
         PACKED=PACKED,
     )  # fmt: skip
@@ -240,7 +243,7 @@ def gradient_kernel(
     )
     specialize_warps(
         _produce, (descriptors, buffers, barriers, work, sizes, config),
-        _consume, (desc_out, buffers, barriers, work, sizes, config),
+        _consume, (desc_out, desc_dv, buffers, barriers, work, sizes, config),
         WARPGROUPS, 240,
     )  # fmt: skip
 
@@ -290,12 +293,14 @@ def _produce(descriptors, buffers, barriers, work, sizes, config):
 
 
 @gluon.jit
-def _consume(W: gl.constexpr, desc_out, buffers, barriers, work, sizes, config):
+def _consume(W: gl.constexpr, desc_out, desc_dv, buffers, barriers, work, sizes, config):
     """Compute the gradient of the rows of warpgroup W."""
     D: gl.constexpr = config.D
     row = work.row + W * ROWS
     clear, cut = _clear_tiles(row, work, sizes, config)
-    sums = zero_sums(D, config.D_USED)  # [ROWS, D_USED]
+    sums, sums_v = zero_sums(D, config.D_USED), ()  # [ROWS, D_USED]
+    if config.GRADIENT == OF_KV:
+        sums_v = zero_sums(D, config.D_USED)
     mbarrier.wait(barriers.rows_full.index(W), 0)
     b_lse, b_delta = None, None
     if config.GRADIENT == OF_Q:
@@ -306,19 +311,32 @@ def _consume(W: gl.constexpr, desc_out, buffers, barriers, work, sizes, config):
         before = number * work.count
         if config.BELOW:
             for i in range(0, clear):
-                sums = _step(before + i, i, sums, b_lse, b_delta, row, buffers, barriers, work, sizes, True, W, config)
+                sums, sums_v = _step(
+                    before + i, i, sums, sums_v, b_lse, b_delta, row, buffers, barriers, work, sizes, True, W, config
+                )  # fmt: skip
         for i in range(clear, cut):
-            sums = _step(before + i, i, sums, b_lse, b_delta, row, buffers, barriers, work, sizes, False, W, config)
+            sums, sums_v = _step(
+                before + i, i, sums, sums_v, b_lse, b_delta, row, buffers, barriers, work, sizes, False, W, config
+            )  # fmt: skip
         if config.ABOVE or config.GRADIENT == OF_Q:
             for i in range(cut, work.count):
-                sums = _step(before + i, i, sums, b_lse, b_delta, row, buffers, barriers, work, sizes, True, W, config)
+                sums, sums_v = _step(
+                    before + i, i, sums, sums_v, b_lse, b_delta, row, buffers, barriers, work, sizes, True, W, config
+                )  # fmt: skip
     if config.GRADIENT != OF_V:
         sums = scaled(sums, sizes.scale)
-    s_out = buffers.s_a1.index(W)  # these rows are not read again
-    store_sums(s_out.reshape((ROWS, D)), sums)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc_out, place(work.batch, work.head, work.origin + row, config.PACKED), s_out)
+    at = place(work.batch, work.head, work.origin + row, config.PACKED)
+    _store(desc_out, at, buffers.s_a1.index(W), sums, config)  # these rows are not read again
+    if config.GRADIENT == OF_KV:
+        _store(desc_dv, at, buffers.s_a2.index(W), sums_v, config)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store(desc, at, s_out, sums, config):
+    store_sums(s_out.reshape((ROWS, config.D)), sums)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, at, s_out)
 
 
 @gluon.jit
@@ -337,7 +355,7 @@ def _clear_tiles(row, work, sizes, config):
 
 @gluon.jit
 def _step(
-    t, i, sums, b_lse, b_delta, row, buffers, barriers, work, sizes,
+    t, i, sums, sums_v, b_lse, b_delta, row, buffers, barriers, work, sizes,
     MASKED: gl.constexpr, W: gl.constexpr, config,
 ):  # fmt: skip
     """Add the share of the i-th tile of a head, the t-th in all."""
@@ -345,6 +363,7 @@ def _step(
     S_LAYOUT: gl.constexpr = accumulator_layout(ROWS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HAS_DS: gl.constexpr = config.GRADIENT != OF_V
+    HAS_BOTH: gl.constexpr = config.GRADIENT == OF_KV
     slot, slot_2 = t % STAGES, t % config.STAGES_2
     s_b1 = buffers.s_b1.index(slot).reshape((ROWS, D))
     s_b2 = buffers.s_b2.index(slot_2).reshape((ROWS, D))
@@ -370,21 +389,28 @@ def _step(
     if MASKED:
         b_s = _masked(b_s, row, (work.first + i) * ROWS, sizes, config)
     b_p = gl.exp2(b_s * (sizes.scale * LOG2E) - b_shift)
+    b_p16 = gl.convert_layout(b_p.to(s_b1.dtype), OPERAND, assert_trivial=True)
     if HAS_DS:
         b_dp = warpgroup_mma_wait(0, deps=[dp_token])  # [ROWS, ROWS]
-        mbarrier.arrive(barriers.empty_2.index(slot_2))
+        if not HAS_BOTH:
+            mbarrier.arrive(barriers.empty_2.index(slot_2))
         if config.GRADIENT == OF_Q:
             b_shift = b_delta[:, None]
         else:
             b_shift = of_queries(buffers.s_delta.index(slot), ROWS, S_LAYOUT)[None, :]
-        b_p = b_p * (b_dp - b_shift)
-    b_left = gl.convert_layout(b_p.to(s_b1.dtype), OPERAND, assert_trivial=True)
+        b_ds16 = gl.convert_layout((b_p * (b_dp - b_shift)).to(s_b1.dtype), OPERAND, assert_trivial=True)
     mbarrier.arrive(barriers.ping_pong.index(W))
-    sums, _, _ = waited(start_products(b_left, s_b1 if HAS_DS else s_b2, sums), b_left, b_left)
-    if not HAS_DS:
+    if HAS_BOTH:
+        v_tokens = start_products(b_p16, s_b2, sums_v)
+        sums_v, sums = waited_both(v_tokens, start_products(b_ds16, s_b1, sums), b_p16, b_ds16)
+    elif HAS_DS:
+        sums, _, _ = waited(start_products(b_ds16, s_b1, sums), b_ds16, b_ds16)
+    else:
+        sums, _, _ = waited(start_products(b_p16, s_b2, sums), b_p16, b_p16)
+    if HAS_BOTH or not HAS_DS:
         mbarrier.arrive(barriers.empty_2.index(slot_2))
     mbarrier.arrive(barriers.empty_1.index(slot))
-    return sums
+    return sums, sums_v
 
 
 @gluon.jit
