@@ -186,6 +186,8 @@ def _scaled(frequencies: Tensor, factor: float, low: float, high: float, origina
 class Attention(nn.Module):
     context: "ContextParallel | None" = None
     """Same as RotaryEmbedding.context."""
+    deterministic = False
+    """True if the kernels that a call chooses must have gradients that are bitwise equal in every run."""
 
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
@@ -216,10 +218,11 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
         """Compute causal attention over (B, H, T, K), within documents if they are packed."""
+        compute = partial(attention, is_causal=True, impl=self.impl, deterministic=self.deterministic)
         if packing is None:
-            return attention(q, k, v, is_causal=True, impl=self.impl)
+            return compute(q, k, v)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (T, H, K)
-        return attention(q, k, v, cu_seqlens_q=packing, is_causal=True, impl=self.impl).transpose(0, 1)[None]
+        return compute(q, k, v, cu_seqlens_q=packing).transpose(0, 1)[None]
 
     def fused(self, qkv: Tensor, rotate: Rotary) -> Tensor:
         """Compute attention from the concatenated projections of q, k and v."""

@@ -1,4 +1,4 @@
-"""Tests of a file share a worker, but for GPU tests, which are skipped, with the reason, where there is no GPU."""
+"""GPU tests are skipped, with the reason, where there is no GPU. A file's tests share a worker."""
 
 import gc
 import importlib
@@ -18,14 +18,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give tests of a file that are in no other group to one worker, which makes the fixtures of the file once. GPU
-    tests spend their time in compilers and oracles, and have few fixtures: those go to any worker."""
+    """Give tests of a file that are in no other group to one worker, which makes the fixtures of the file once. With
+    `-m gpu` a test goes to any worker: those spend their time in compilers and oracles, and have few fixtures."""
     from xdist.scheduler import LoadGroupScheduling
 
     class ByFile(LoadGroupScheduling):
         def _split_scope(self, nodeid):
             group = super()._split_scope(nodeid)
-            return group if group != nodeid or nodeid.startswith("tests/gpu/") else nodeid.split("::")[0]
+            return group if group != nodeid or config.getoption("markexpr") == "gpu" else nodeid.split("::")[0]
 
     return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
 

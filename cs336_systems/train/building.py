@@ -13,7 +13,7 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.kernels.flash.dispatch import hopper_kernels, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.measure.block_planner import blocks_for_machine
-from cs336_systems.model import TransformerLM
+from cs336_systems.model import Attention, TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.parallel.torch_engine import TorchEngine, store_shard
@@ -42,13 +42,17 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     run = settings.run_config(str(rank.device), rank.world_size)
     require_device(run.device)
     require_fp8(run)
-    if settings.faults.replay_every:
-        run = dataclasses.replace(run, attention=_repeatable_attention(run, settings.data.pack == "documents"))
+    is_replayed, is_packed = settings.faults.replay_every > 0, settings.data.pack == "documents"
+    if is_replayed and not is_packed:  # packed documents have no kernels that are chosen before the call
+        run = dataclasses.replace(run, attention=_repeatable_attention(run))
     packs = "optimizer" in run.fast_parts
     torch.manual_seed(settings.seed)
     is_filled_later = settings.parallel.engine == "torch" or (packs and settings.init is None)
     with torch.device("meta") if is_filled_later else rank.device:
         model = build_model(run)
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.deterministic = is_replayed
     apply_memory_budget(model, run, _agreed(blocks_for_machine(run)))
     if settings.init is not None and not is_filled_later:
         load_weights(Path(settings.init), model)
@@ -74,9 +78,8 @@ def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
     return plans[0]
 
 
-def _repeatable_attention(run: RunConfig, is_packed: bool) -> str:
-    """Return an attention implementation with repeatable gradients, for the comparison of two runs. `is_packed`:
-    documents are packed."""
+def _repeatable_attention(run: RunConfig) -> str:
+    """Return an attention implementation with repeatable gradients, for the comparison of two runs."""
     if not run.device.startswith("cuda") or run.attention not in ("auto", "flash_hopper", "sdpa"):
         return run.attention
     if run.attention == "sdpa":
@@ -86,7 +89,7 @@ def _repeatable_attention(run: RunConfig, is_packed: bool) -> str:
         )
     if run.attention == "auto" and triton_problem(torch.device(run.device)) is not None:
         return "reference"
-    suits_hopper = run.has_low_precision and (is_packed or repeatable_suits_hopper(run.model.head_dim, False))
+    suits_hopper = run.has_low_precision and repeatable_suits_hopper(run.model.head_dim, has_window=False)
     takes_hopper = run.attention == "flash_hopper" or (suits_hopper and best_attention(run) == "flash_hopper")
     return hopper_kernels(deterministic=True) if takes_hopper else "flash_triton"
 

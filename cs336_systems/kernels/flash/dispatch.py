@@ -107,8 +107,8 @@ def attention(
       Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" kernels for GPUs of
       9.0 alone (fp16, bf16, d of 40, 48, ... 256); "flash_hopper_repeatable" is "flash_hopper" with
       `deterministic=True`; "sdpa" is torch's own; "auto" is the fastest for the device, dtype and shape.
-    - `deterministic`: gradients are bitwise equal in every run. Without it those of "sdpa" and, up to a head dim of
-      128, of "flash_hopper" are not.
+    - `deterministic`: gradients are bitwise equal in every run; "sdpa" refuses that on a GPU. Without it those of
+      "sdpa" and, up to a head dim of 128, of "flash_hopper" differ from run to run.
     - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q) or, of packed documents,
       (heads, tokens), differentiable.
 
@@ -157,7 +157,7 @@ def _resolve_call(
         choices = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {choices}")
     implementation = IMPLEMENTATIONS[impl]
-    problem = implementation.problem(Request(q, k, band, deterministic, return_lse))
+    problem = implementation.problem(Request(q, k, deterministic, return_lse))
     if problem is not None:
         raise ValueError(f"impl={impl!r}: {problem}")
     if scale > 0:
@@ -240,7 +240,6 @@ class Request(NamedTuple):
 
     q: Tensor
     k: Tensor
-    band: Band
     deterministic: bool
     return_lse: bool
 

@@ -98,7 +98,7 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options
         impl = choose(q4, k4, mask, packing.documents, options.deterministic)
     elif impl == "flash_hopper":
         impl = dispatch.hopper_kernels(options.deterministic)
-    request = dispatch.Request(q4, k4, mask.band, options.deterministic, options.return_lse)
+    request = dispatch.Request(q4, k4, options.deterministic, options.return_lse)
     problem = _problem(impl, request, packing.documents)
     if problem is not None:
         raise ValueError(f"impl={impl!r}: {problem}")

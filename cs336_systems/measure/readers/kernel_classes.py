@@ -21,7 +21,7 @@ _PATTERNS: list[tuple[str, str]] = [
     (ELEMENTWISE, r"^triton_poi_"),  # torch.compile; the rest of the name lists what was fused
     (REDUCTION, r"^triton_(per|red)_"),
     # flash_triton.py, hopper_*.py, packing_triton.py
-    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad|documents)_kernel$"),
+    (ATTENTION, r"^(forward|backward|prepare|finish|combine|gradient|grad_q|grad_kv|grad|documents)_kernel$"),
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),
