@@ -220,9 +220,7 @@ class Problem:
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare = self._plan_prepare(out, grad)
         if self.in_passes:
-            passes = [
-                Pass(self._plan_pass((q, k, v, own, lse, lse), each, (dq, dk, dv)), each) for each in passes_of(d)
-            ]
+            passes = [self._plan_pass((q, k, v, own, lse, lse), each, (dq, dk, dv)) for each in passes_of(d)]
             return BackwardInPasses(prepare, passes, copies_grad)
         queries = QUERIES[d]
         even = self.len_k % KEYS == 0
@@ -273,15 +271,15 @@ class Problem:
             options={"num_warps": 4},
         )  # fmt: skip
 
-    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> Plan:
-        """Return the plan of one pass. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> "Pass":
+        """Return one pass with its plan. `tensors`: q, k, v, the gradient of the output, lse, delta."""
         d, tile = self.block_d, (1, 1, ROWS, self.block_d)
         of_q = of.has_rows_of_queries
         heads, rows, seen = (
             (self.heads, self.len_q, self.len_k) if of_q else (self.kv_heads, self.len_k, self.len_q * self.group)
         )
         blocks = triton.cdiv(rows, KEYS)
-        return self._plan(
+        plan = self._plan(
             hopper_passes.gradient_kernel,
             blocks * self.batch * heads,
             (*tensors, *(gradients[i] for i in of.results)),
@@ -293,6 +291,7 @@ class Problem:
             ),
             starts={4: 0, 5: self.all_queries},
         )
+        return Pass(plan, of)
 
     def _plan_finish(self, dq: Tensor) -> Plan:
         sizes = (self.heads, self.len_q, self.d, self.padded // FINISHED, self.all_queries)
@@ -379,7 +378,7 @@ class PackedProblem:
         self._shape = forward_shape(self._own.block_d, keys, self._causal, self._lo is not None)
         self._query_blocks = Blocks(self._shape.warpgroups * ROWS, False, mask.order)
         self._key_blocks = Blocks(KEYS, True, mask.order)
-        self._wide_blocks = Blocks(KEYS, False, mask.order)
+        self._pass_blocks = Blocks(KEYS, False, mask.order)
         self._forward: Plan | None = None
         self._backward: Cache[tuple[Any, ...], AnyBackward] = Cache()
 
@@ -407,7 +406,7 @@ class PackedProblem:
         if plans is None:
             plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
         in_order = self._table(packing, IN_ORDER)
-        by_queries = self._table(packing, self._wide_blocks) if self._own.in_passes else None
+        by_queries = self._table(packing, self._pass_blocks) if self._own.in_passes else None
         tables = Tables(in_order, by_queries, self._table(packing, self._key_blocks))
         copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
         own = grad if copy is None else copy
@@ -456,9 +455,7 @@ class PackedProblem:
             after=(d, PREPARED, own.sums > 0), options={"num_warps": 4},
         )  # fmt: skip
         if own.in_passes:
-            passes = [
-                Pass(self._plan_pass((q, k, v, own_grad, lse, lse), each, (dq, dk, dv)), each) for each in passes_of(d)
-            ]
+            passes = [self._plan_pass((q, k, v, own_grad, lse, lse), each, (dq, dk, dv)) for each in passes_of(d)]
             return BackwardInPasses(prepare, passes, copies_grad)
         queries, blocks = QUERIES[d], most_blocks(KEYS, self._own.len_k, self._documents)
         programs = blocks * own.kv_heads
@@ -487,15 +484,15 @@ class PackedProblem:
         )  # fmt: skip
         return Backward(prepare, main, finish, copies_grad)
 
-    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> Plan:
-        """Return the plan of one pass. `tensors`: q, k, v, the gradient of the output, lse, delta."""
+    def _plan_pass(self, tensors: Sequence[Tensor], of: "PassOf", gradients: Sequence[Tensor]) -> "Pass":
+        """Return one pass with its plan. `tensors`: q, k, v, the gradient of the output, lse, delta."""
         own, d = self._own, self._own.block_d
         of_q = of.has_rows_of_queries
         heads, rows, seen = (own.heads, own.len_q, own.len_k) if of_q else (own.kv_heads, own.len_k, own.len_q)
         blocks = most_blocks(KEYS, rows, self._documents)
         fit = L2_SHARE["forward"] // (4 * d * seen * (1 if of_q else own.group))
         schedule = self._order(blocks, rows // KEYS, heads, fit)
-        return self._plan(
+        plan = self._plan(
             hopper_passes.gradient_kernel,
             blocks * heads,
             (*tensors, *(gradients[i] for i in of.results)),
@@ -504,6 +501,7 @@ class PackedProblem:
             after=(blocks, schedule, of.constant, self._causal, d, own.d_used, own.group),
             starts={4: 0, 5: self._all_queries},
         )
+        return Pass(plan, of)
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
@@ -658,18 +656,13 @@ class PassOf(NamedTuple):
         return self.constant is hopper_passes.OF_Q
 
 
-ALL_PASSES = {
-    "grad_q": PassOf(hopper_passes.OF_Q, (0, 0)),
-    "grad_k": PassOf(hopper_passes.OF_K, (1, 1)),
-    "grad_v": PassOf(hopper_passes.OF_V, (2, 2)),
-    "grad_kv": PassOf(hopper_passes.OF_KV, (1, 2)),
-}
+TWO_PASSES = (PassOf(hopper_passes.OF_Q, (0, 0)), PassOf(hopper_passes.OF_KV, (1, 2)))
+THREE_PASSES = (TWO_PASSES[0], PassOf(hopper_passes.OF_K, (1, 1)), PassOf(hopper_passes.OF_V, (2, 2)))
 
 
-def passes_of(block_d: int) -> list[PassOf]:
+def passes_of(block_d: int) -> tuple[PassOf, ...]:
     """Return the passes of a padded head dim: beyond 128 registers do not hold dK and dV together."""
-    names = ("grad_q", "grad_k", "grad_v") if block_d > WIDEST_IN_ONE_PASS else ("grad_q", "grad_kv")
-    return [ALL_PASSES[name] for name in names]
+    return THREE_PASSES if block_d > WIDEST_IN_ONE_PASS else TWO_PASSES
 
 
 class Pass(NamedTuple):
