@@ -28,7 +28,10 @@ FP8_LOST = "fp8 lost: "
 """Prefix of the training metrics that give, for each tensor, the share of elements that FP8 rounded to 0."""
 LARGEST_LOST_SHARE = 0.5
 """A block returns to bf16 if FP8 rounds a larger share of any of its tensors' elements to 0."""
-ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "flash_hopper_repeatable", "sdpa")
+HOPPER_ATTENTIONS = ("flash_hopper", "flash_hopper_repeatable")
+"""Implementations of attention for Hopper GPUs alone."""
+TRITON_ATTENTIONS = ("flash_triton", *HOPPER_ATTENTIONS)
+ATTENTIONS = ("auto", "reference", "flash_torch", *TRITON_ATTENTIONS, "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
 """Parts of the fast step: fused kernels between the matmuls; a loss that never forms the full logits; an optimizer that

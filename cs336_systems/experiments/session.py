@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
-from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.config import TRITON_ATTENTIONS, RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.flags import one_line
@@ -132,7 +132,7 @@ def require_runnable(run: RunConfig) -> None:
     not there, the Triton kernels on a CPU."""
     require_module(run.model_factory)
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if run.device == "cpu" and run.attention.startswith(("flash_triton", "flash_hopper")) and not is_interpreted:
+    if run.device == "cpu" and run.attention in TRITON_ATTENTIONS and not is_interpreted:
         problem = "the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"
         raise UserError(f"attention {run.attention}: {problem}", "attention")
 

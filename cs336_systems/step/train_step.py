@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError, arg
+from cs336_systems.config import HOPPER_ATTENTIONS, TRITON_ATTENTIONS, ModelConfig, RunConfig, UserError, arg
 from cs336_systems.kernels.flash.dispatch import best_fused, gluon_problem, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
@@ -400,11 +400,11 @@ def require_fp8(config: RunConfig) -> None:
 
 
 def require_attention(config: RunConfig) -> None:
-    if not config.attention.startswith(("flash_triton", "flash_hopper")):
+    if config.attention not in TRITON_ATTENTIONS:
         return
     device = torch.device(config.device)
     problem = triton_problem(device)
-    if problem is None and config.attention.startswith("flash_hopper"):
+    if problem is None and config.attention in HOPPER_ATTENTIONS:
         problem = gluon_problem(device)
     if problem is not None:
         raise UserError(f"attention {config.attention}: {problem}; use {arg('attention')} auto", "attention")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cs336_systems.config import HOPPER_ATTENTIONS
 from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash import dispatch, flash_torch
 from cs336_systems.kernels.flash import strides as layout
@@ -152,7 +153,7 @@ def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | No
         return f"there is no such attention implementation; choose one of: {choices}"
     if impl != "reference" and impl not in KERNELS:
         return "it takes no packed documents; use impl='auto', or call it for each document"
-    if impl.startswith("flash_hopper") and not _fits_hopper(request.q, documents):
+    if impl in HOPPER_ATTENTIONS and not _fits_hopper(request.q, documents):
         padding = dispatch.HOPPER_PADDING
         return f"it pads each of {documents} documents to a multiple of {padding} queries; use impl='auto'"
     return dispatch.IMPLEMENTATIONS[impl].problem(request)

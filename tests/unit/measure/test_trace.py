@@ -117,7 +117,7 @@ def test_kind_of_a_kernel(kind, name):
     assert classify(name) == kind
 
 
-def triton_kernels() -> list[str]:
+def attention_kernels() -> list[str]:
     """Return the kernels of attention, read from the source: it cannot be imported without Triton. Device functions
     that kernels call have other names."""
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "kernels" / "flash").glob("*.py")]
@@ -127,7 +127,7 @@ def triton_kernels() -> list[str]:
     return sorted({*kernels})
 
 
-@pytest.mark.parametrize("name", triton_kernels())
+@pytest.mark.parametrize("name", attention_kernels())
 def test_kind_of_this_packages_kernels(name):
     """A profile shows a Triton kernel under the name of its function."""
     assert classify(name) == "attention"
